@@ -1,21 +1,42 @@
-"""Answers handshake queries on an engine's side channel. Anybody may connect to it and send anything."""
+"""Answers handshake queries on an engine's side channel. Anybody may connect to it and send anything.
+
+It speaks ZMTP over plain sockets, because ZeroMQ bounds neither the frames of a message, nor the answers that nobody
+reads, nor the connections.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import resource
+import selectors
+import socket
+import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
-import zmq
 
 from layerpush.compat.nixl_connector import GET_META_MSG
 from layerpush.telemetry.peer_errors import PeerErrors
+from layerpush.transport.zmtp import GREETING, MORE, Inbox, ZmtpError, header, ready
 
-MAX_QUERY_BYTES = 1024
-WAIT_MS = 500
+MAX_QUERY_BYTES = 2048
+MAX_CONNECTIONS = 256
+QUERY_S = 5.0
+IDLE_S = 60.0
+WAIT_S = 0.5
+NO_FILE_PAUSE_S = 0.1
+REST = 3.0
+"""Seconds of rest after each second of CPU time, so that a flood of queries takes a quarter of a core."""
+MAX_REST_S = 0.05
 BIND_RETRY_S = 1.0
+BACKLOG = 128
+SIOCGIFADDR = 0x8915
+"""Linux's request for the address of a network interface."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 _decoder = msgspec.msgpack.Decoder(tuple[bytes, int, int])
@@ -30,65 +51,176 @@ class QueryError(ValueError):
 
 def listen(answers: Answers, ready: threading.Event, stop: threading.Event, host: str, port: int) -> None:
     """Runs in vLLM's listener thread instead of vLLM's own loop: good queries get the same answers, bad ones none."""
-    bare = host.strip("[]")
-    Listener(answers, stop, f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}").run(ready)
+    Listener(answers, stop, host, port).run(ready)
+
+
+@dataclass(slots=True, eq=False)
+class _Asker:
+    """One connection. It has sent no whole query since ``seen``, and is closed if it gets no further until ``due``."""
+
+    connection: socket.socket
+    host: str
+    seen: float
+    due: float
+    inbox: Inbox = field(default_factory=lambda: Inbox(MAX_QUERY_BYTES))
+    outbox: list[memoryview] = field(default_factory=list)
+    """The rest of an answer. Nothing is read from the connection before it is sent."""
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.outbox and self.inbox.is_idle
+
+    def send(self) -> None:
+        """Send as much of the answer as the connection takes. Raises ``OSError``."""
+        while self.outbox:
+            try:
+                sent = self.connection.sendmsg(self.outbox)
+            except BlockingIOError:
+                return
+            while self.outbox and sent >= len(self.outbox[0]):
+                sent -= len(self.outbox.pop(0))
+            if sent:
+                self.outbox[0] = self.outbox[0][sent:]
 
 
 class Listener:
-    """One ROUTER socket. A good query gets (payload, clock). A query for an unknown rank gets an empty frame.
+    """A good query gets (payload, clock). A query for an unknown rank gets an empty frame.
 
     The empty frame ends the asker's handshake at once; without an answer it would wait for 5 s.
+
+    At most ``limit`` connections are open. Beyond, and when the process may open no more files, one is closed: of the
+    host with the most connections, the one whose last query is oldest. One thread runs all of it.
     """
 
-    def __init__(self, answers: Answers, stop: threading.Event, path: str) -> None:
+    def __init__(
+        self, answers: Answers, stop: threading.Event, host: str, port: int, limit: int = MAX_CONNECTIONS
+    ) -> None:
         self._answers = answers
         self._stop = stop
-        self._path = path
+        self._host, self._port = host.strip("[]"), port
+        self._limit = min(limit, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._askers: dict[_Asker, None] = {}
         self._peer_errors = PeerErrors(logger)
 
     def run(self, ready: threading.Event) -> None:
-        """Serve until `stop` is set. `ready` is set when the port is bound."""
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_QUERY_BYTES)
-            socket.setsockopt(zmq.IPV6, "[" in self._path)
-            if not self._bind(socket):
-                return
+        """Serve until ``stop`` is set. ``ready`` is set when the port is bound."""
+        bound = self._bind()
+        if bound is None:
+            return
+        with bound, selectors.DefaultSelector() as self._selector:
+            bound.setblocking(False)
+            self._selector.register(bound, selectors.EVENT_READ)
             ready.set()
-            while not self._stop.is_set():
-                self._serve(socket)
+            try:
+                while not self._stop.is_set():
+                    self._turn(bound)
+            finally:
+                for asker in self._askers:
+                    asker.connection.close()
 
-    def _bind(self, socket: zmq.Socket[bytes]) -> bool:
-        """Try until the port is free; False if `stop` came first. vLLM waits meanwhile, so the log has the reason."""
+    def _bind(self) -> socket.socket | None:
+        """Try until the port is free; None if ``stop`` came first. vLLM waits meanwhile, so the log has the reason."""
         while not self._stop.is_set():
             try:
-                socket.bind(self._path)
-            except zmq.ZMQError as error:
+                return _bind(self._host, self._port)
+            except (OSError, ValueError, OverflowError) as error:
                 self._report(
                     "cannot listen",
-                    f"cannot listen on {self._path} ({error}): see VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT; trying again",
+                    f"cannot listen on tcp://{self._host}:{self._port} ({error}): see VLLM_NIXL_SIDE_CHANNEL_HOST"
+                    " and _PORT; trying again",
                 )
                 self._stop.wait(BIND_RETRY_S)
-            else:
-                return True
-        return False
+        return None
 
-    def _serve(self, socket: zmq.Socket[bytes]) -> None:
-        """Answer at most one query; wait at most WAIT_MS for it."""
-        asker = "somebody"
+    def _turn(self, bound: socket.socket) -> None:
+        """Wait up to WAIT_S for events, and serve each once."""
+        events = self._selector.select(WAIT_S)
+        began = time.thread_time()
+        for key, _ in events:
+            if key.data is None:
+                self._accept(bound)
+            elif key.data in self._askers:  # it may have been closed in favour of a new one
+                self._serve(key.data)
+        now = time.monotonic()
+        for asker in [asker for asker in self._askers if asker.due <= now]:
+            if asker.is_idle:
+                self._close(asker)
+            else:
+                self._drop(asker, f"its query, or to read the answer, took it more than {QUERY_S:g} s")
+        self._stop.wait(min(REST * (time.thread_time() - began), MAX_REST_S))
+
+    def _accept(self, bound: socket.socket) -> None:
         try:
-            received = socket.recv_multipart(copy=False)
-            asker = _address(received[-1])
-            identity, *frames = (frame.bytes for frame in received)
-            socket.send_multipart((identity, b"", *self._reply(frames, asker)), zmq.NOBLOCK)
-        except zmq.Again:
+            connection, address = bound.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # it has gone
+        except OSError as error:  # no file is left, or no memory
+            self._report("no file left", f"cannot accept a connection: {error}")
+            if self._askers:
+                self._make_room()
+            self._stop.wait(NO_FILE_PAUSE_S)  # the next call would fail as fast
             return
-        except QueryError as error:
-            self._report("bad handshake query", f"dropped a query from {asker}: {error}")
+        if len(self._askers) >= self._limit:
+            self._report("too many connections", f"more than {self._limit} connections; closed an old one")
+            self._make_room()
+        now = time.monotonic()
+        asker = _Asker(connection, str(address[0]), now, now + QUERY_S)
+        try:
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.send(GREETING + ready(b"ROUTER"))  # an empty send buffer takes all of it
+            self._selector.register(connection, selectors.EVENT_READ, asker)
+        except OSError:
+            connection.close()
+        else:
+            self._askers[asker] = None
+
+    def _make_room(self) -> None:
+        """Close one connection."""
+        crowd = Counter(asker.host for asker in self._askers)
+        self._reset(min(self._askers, key=lambda asker: (-crowd[asker.host], asker.seen)))
+
+    def _serve(self, asker: _Asker) -> None:
+        """Read from a connection, or send it the rest of its answer. Answer the queries that are complete."""
+        was_idle = asker.is_idle
+        try:
+            if not asker.outbox:
+                data = asker.connection.recv(MAX_QUERY_BYTES)
+                if not data:
+                    self._close(asker)
+                    return
+                asker.inbox.feed(data)
+            goes_on = self._answer_all(asker)
+            now = time.monotonic()
+            if asker.is_idle:
+                asker.due = now + IDLE_S
+            elif goes_on or was_idle:
+                asker.due = now + QUERY_S
+            wanted = selectors.EVENT_WRITE if asker.outbox else selectors.EVENT_READ
+            self._selector.modify(asker.connection, wanted, asker)
+        except BlockingIOError:
+            return
+        except ZmtpError as error:
+            self._drop(asker, str(error))
+        except OSError:
+            self._close(asker)
         except Exception as error:  # noqa: BLE001  # no other thread answers peers: this one must live on
-            self._report("handshake query", f"cannot answer {asker}: {type(error).__name__}: {error}")
-            self._stop.wait(WAIT_MS / 1000)  # a socket that fails at once must not spin
+            self._report("handshake query", f"cannot answer {asker.host}: {type(error).__name__}: {error}")
+            self._reset(asker)
+
+    def _answer_all(self, asker: _Asker) -> bool:
+        """Answer one query after the other, as long as the connection takes the answers. Whether one was complete."""
+        goes_on = bool(asker.outbox)
+        asker.send()
+        goes_on &= not asker.outbox
+        while not asker.outbox and (message := asker.inbox.message()) is not None:
+            goes_on, asker.seen = True, time.monotonic()
+            try:
+                asker.outbox = _message(b"", *self._reply(message, asker.host))
+            except QueryError as error:
+                self._report("bad handshake query", f"dropped a query from {asker.host}: {error}")
+            asker.send()
+        return goes_on
 
     def _reply(self, frames: list[bytes], asker: str) -> tuple[bytes, ...]:
         if len(frames) != 2 or frames[0]:
@@ -106,12 +238,37 @@ class Listener:
         # The clock of the process that stamps leases: this is a thread of the scheduler's process.
         return answer, msgspec.msgpack.encode(time.perf_counter())
 
+    def _drop(self, asker: _Asker, reason: str) -> None:
+        self._report("bad connection", f"closed a connection of {asker.host}: {reason}")
+        self._reset(asker)
+
+    def _reset(self, asker: _Asker) -> None:
+        """Close a connection, and drop the part of an answer that the kernel still holds."""
+        asker.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._close(asker)
+
+    def _close(self, asker: _Asker) -> None:
+        del self._askers[asker]
+        self._selector.unregister(asker.connection)
+        asker.connection.close()
+
     def _report(self, kind: str, text: str) -> None:
         self._peer_errors.add(kind, f"side channel: {text}", time.perf_counter())
 
 
-def _address(frame: zmq.Frame) -> str:
-    try:
-        return str(frame.get("Peer-Address"))
-    except zmq.ZMQError:
-        return "somebody"
+def _message(*parts: bytes) -> list[memoryview]:
+    """The bytes of a message. A part is not copied: many connections may wait for the same one."""
+    last = len(parts) - 1
+    pieces = ((header(len(part), 0 if index == last else MORE), part) for index, part in enumerate(parts))
+    return [memoryview(each) for piece in pieces for each in piece if each]
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Listen on an address, a name, a network interface or, with ``*``, on all IPv4 addresses, as ZeroMQ does."""
+    if ":" in host:
+        return socket.create_server((host, port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+    if host in {name for _, name in socket.if_nameindex()}:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            found = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", host.encode()))
+        host = socket.inet_ntoa(found[20:24])
+    return socket.create_server(("" if host == "*" else host, port), backlog=BACKLOG)

@@ -14,7 +14,7 @@ from typing import Any
 
 from layerpush.compat.handshake import Agent, agent_of_handshake, handshake_query
 from layerpush.core.liveness import Verdict
-from layerpush.worker.zmtp import ZmtpError, ask
+from layerpush.transport.zmtp import ZmtpError, ask
 
 logger = logging.getLogger(f"vllm.{__name__}")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,8 +20,11 @@ from hypothesis import strategies as st
 
 from layerpush.apps.demo.ports import PortAllocator
 from layerpush.compat.nixl_connector import GET_META_MSG
-from layerpush.worker.side_channel import MAX_QUERY_BYTES, listen
+from layerpush.transport import zmtp
+from layerpush.worker import side_channel
+from layerpush.worker.side_channel import MAX_CONNECTIONS, MAX_QUERY_BYTES, Answers, Listener, listen
 from tests.support.ports import SIDE_CHANNEL_PORTS
+from tests.support.waiting import until
 
 PORTS = PortAllocator(SIDE_CHANNEL_PORTS)
 ANSWERS = {(0, 0): b"payload of rank 0", (0, 1): b"payload of rank 1"}
@@ -77,9 +83,10 @@ class Asker:
 
 
 @contextmanager
-def listening(host: str = "127.0.0.1") -> Iterator[Asker]:
+def listening(host: str = "127.0.0.1", answers: Answers = ANSWERS, limit: int = MAX_CONNECTIONS) -> Iterator[Asker]:
     asker, ready, stop = Asker(host, PORTS.take()), threading.Event(), threading.Event()
-    thread = threading.Thread(target=listen, args=(ANSWERS, ready, stop, host, asker.port), daemon=True)
+    listener = Listener(answers, stop, host, asker.port, limit)
+    thread = threading.Thread(target=listener.run, args=(ready,), daemon=True)
     thread.start()
     assert ready.wait(10)
     try:
@@ -214,9 +221,205 @@ def test_an_undeliverable_answer_affects_no_other_query(shared: Asker) -> None:
     shared.check_answered()
 
 
-def test_the_side_channel_listens_on_ipv6() -> None:
-    with listening("::1") as asker:
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [("::1", "::1"), ("[::1]", "::1"), ("localhost", "127.0.0.1"), ("lo", "127.0.0.1"), ("*", "127.0.0.1"),
+     ("0.0.0.0", "127.0.0.2"), ("::", "127.0.0.1")],
+)  # fmt: skip
+def test_the_side_channel_listens_where_zeromq_would(host: str, reached: str) -> None:
+    with listening(host) as asker:
+        there = Asker(reached, asker.port)
+        there.check_answered()
+        there.context.destroy(linger=0)
+
+
+# Peers that take what they can get. The constants of the listener are shortened where a test waits for one.
+
+
+def connected(asker: Asker, host: str = "127.0.0.1") -> socket.socket:
+    """A connection from ``host`` after the handshake."""
+    one = socket.create_connection((asker.host, asker.port), timeout=10, source_address=(host, 0))
+    one.sendall(zmtp.GREETING + zmtp.ready(b"DEALER"))
+    received = b""
+    while len(received) < len(zmtp.GREETING + zmtp.ready(b"ROUTER")):
+        received += one.recv(1024)
+    return one
+
+
+def framed(*parts: bytes) -> bytes:
+    flags = [zmtp.MORE] * (len(parts) - 1) + [0]
+    return b"".join(zmtp.header(len(part), flag) + part for part, flag in zip(parts, flags, strict=True))
+
+
+def is_closed(one: socket.socket) -> bool:
+    """Whether the listener has closed the connection. Takes what it has sent, and waits up to 10 s."""
+    try:
+        while one.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("frame", [zmtp.header(0, zmtp.MORE), zmtp.header(1024, zmtp.MORE) + bytes(1024)])
+def test_a_message_without_end_closes_its_connection(caplog: pytest.LogCaptureFixture, frame: bytes) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.layerpush"), listening() as asker:
+        with connected(asker) as one, pytest.raises((ConnectionResetError, BrokenPipeError)):
+            one.sendall(frame * ((1 << 24) // len(frame)))  # 16 MiB: more than the kernel keeps for a reader
         asker.check_answered()
+    assert f"more than {MAX_QUERY_BYTES} bytes in a message" in caplog.text
+
+
+@example(data=b"\x01\x00" * 500, sizes=[7])
+@example(data=b"\x01\x05hello" * 100, sizes=[7])
+@example(data=b"\x03" + struct.pack(">Q", 1 << 40) + bytes(1000), sizes=[100])
+@given(
+    data=st.binary(max_size=4096)
+    | st.lists(st.sampled_from([b"\x01\x00", b"\x01\x05hello", b"\x04\x02ab"])).map(b"".join),
+    sizes=st.lists(st.integers(1, 600), min_size=1),
+)  # fmt: skip
+def test_no_more_is_kept_than_the_limit_and_the_last_bytes(data: bytes, sizes: list[int]) -> None:
+    limit = 64
+    inbox = zmtp.Inbox(limit)
+    inbox.feed(zmtp.GREETING)
+    with suppress(zmtp.ZmtpError):
+        while data:
+            piece, data = data[: sizes[0]], data[sizes[0] :]
+            inbox.feed(piece)
+            while inbox.message() is not None:
+                pass
+            kept = len(inbox._data) + sum(map(len, inbox._parts)) + 2 * len(inbox._parts)
+            assert kept <= limit + len(piece)
+
+
+@given(st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=3), max_size=4), st.integers(1, 80))
+def test_messages_arrive_whole_in_any_pieces(messages: list[list[bytes]], size: int) -> None:
+    inbox, arrived = zmtp.Inbox(1024), []
+    stream = zmtp.GREETING + zmtp.ready(b"REQ") + b"".join(framed(*parts) for parts in messages)
+    for start in range(0, len(stream), size):
+        inbox.feed(stream[start : start + size])
+        while (message := inbox.message()) is not None:
+            arrived.append(message)
+    assert arrived == messages
+    assert inbox.is_idle
+
+
+def test_an_answer_that_nobody_reads_closes_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(side_channel, "QUERY_S", 0.2)
+    large = {(0, 0): bytes(32 << 20), (0, 1): ANSWERS[0, 1]}
+    with caplog.at_level(logging.WARNING, "vllm.layerpush"), listening(answers=large) as asker, connected(asker) as one:
+        one.sendall(framed(b"", query()) * 50)
+        assert asker.ask(query(0, 1))[0] == ANSWERS[0, 1]
+        until(lambda: "or to read the answer, took it more than" in caplog.text)
+        assert is_closed(one)
+        assert asker.ask(query(0, 1))[0] == ANSWERS[0, 1]
+
+
+def test_answers_larger_than_the_send_buffer_arrive_whole() -> None:
+    large = {(0, 0): bytes(range(256)) * (1 << 16)}
+    expected = zmtp.header(0, zmtp.MORE) + zmtp.header(1 << 24, zmtp.MORE) + large[0, 0] + zmtp.header(9)
+    with listening(answers=large) as asker, connected(asker) as one:
+        one.sendall(framed(b"", query()) * 2)
+        for _ in range(2):
+            received = bytearray()
+            while len(received) < len(expected) + 9:
+                received += one.recv(len(expected) + 9 - len(received))
+            assert received[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("sent", [b"", zmtp.GREETING[:20], zmtp.GREETING + b"\x00\x09abc"])
+def test_a_query_that_does_not_end_closes_its_connection(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(side_channel, "QUERY_S", 0.2)
+    with listening() as asker, socket.create_connection(("127.0.0.1", asker.port), timeout=10) as one:
+        one.sendall(sent)
+        assert is_closed(one)
+        asker.check_answered()
+
+
+def test_an_asker_whose_idle_connection_was_closed_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a decode engine with many ranks does, which needs a while for each answer."""
+    monkeypatch.setattr(side_channel, "IDLE_S", 0.1)
+    with listening() as asker, asker.socket(zmq.REQ) as one:
+        events = one.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        for rank in range(2):
+            one.send(query(0, rank))
+            assert one.recv_multipart()[0] == ANSWERS[0, rank]
+            assert events.poll(DEADLINE_MS), "the listener closed the connection"
+            events.recv_multipart()
+        one.disable_monitor()
+
+
+def test_the_oldest_connection_of_the_largest_crowd_gives_way() -> None:
+    with listening(limit=4) as asker, connected(asker, "127.0.0.2") as other:
+        crowd = [connected(asker) for _ in range(6)]
+        assert all(is_closed(one) for one in crowd[:3])
+        for one in (other, *crowd[3:]):
+            one.sendall(framed(b"", query(0, 1)))
+            assert one.recv(4096)[4:].startswith(ANSWERS[0, 1])
+        asker.check_answered()
+        for one in crowd:
+            one.close()
+
+
+class Fileless:
+    """A listening socket. While there are no ``files``, the process may open none."""
+
+    def __init__(self, bound: socket.socket) -> None:
+        self._bound, self.files, self.tries = bound, True, 0
+
+    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+        if self.files:
+            return self._bound.accept()
+        self.tries += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def __enter__(self) -> Fileless:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bound.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bound, name)
+
+
+@pytest.fixture
+def fileless(monkeypatch: pytest.MonkeyPatch) -> list[Fileless]:
+    """The socket of the next listener."""
+    bind, made = side_channel._bind, list[Fileless]()
+
+    def bound(host: str, port: int) -> Fileless:
+        made.append(Fileless(bind(host, port)))
+        return made[0]
+
+    monkeypatch.setattr(side_channel, "_bind", bound)
+    return made
+
+
+def test_without_files_the_listener_neither_spins_nor_ends(fileless: list[Fileless]) -> None:
+    with listening() as asker, asker.socket(zmq.REQ) as one:
+        fileless[0].files = False
+        one.send(query())
+        until(lambda: fileless[0].tries)
+        started, tries = time.monotonic(), fileless[0].tries
+        until(lambda: fileless[0].tries >= tries + 5)
+        assert time.monotonic() - started > 4 * side_channel.NO_FILE_PAUSE_S
+        fileless[0].files = True
+        assert one.recv_multipart()[0] == ANSWERS[0, 0]
+
+
+def test_without_files_old_connections_give_way(fileless: list[Fileless]) -> None:
+    with listening() as asker, connected(asker) as old:
+        fileless[0].files = False
+        with asker.socket(zmq.REQ) as one:
+            one.send(query())
+            assert is_closed(old)
+            fileless[0].files = True
+            assert one.recv_multipart()[0] == ANSWERS[0, 0]
 
 
 def test_the_side_channel_stops_during_a_stream_of_queries() -> None:
