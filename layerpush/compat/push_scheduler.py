@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 
@@ -35,12 +35,18 @@ class StagedRegistration:
 class VllmPushScheduler(NixlPushConnectorScheduler):
     """Every method runs in the scheduler's thread."""
 
-    answer_handshakes: ClassVar[Callable[..., None]]
-    """A subclass's static method, which vLLM runs on a thread of its own: ``listen`` of ``worker.side_channel``."""
+    def open_side_channel(self, host: str, port: int) -> Callable[..., None]:
+        """Listen on the side channel's port. Returns the function that vLLM runs on a thread of its own, with its
+        encoded answers, two events and the address. A subclass overrides it. An exception ends the engine's start.
+        """
+        raise NotImplementedError
 
     @property
     def _nixl_handshake_listener(self) -> Callable[..., None]:
-        return self.answer_handshakes
+        """vLLM reads this once, on the main thread. Then it waits without a deadline for its own thread, so the port
+        must be bound before.
+        """
+        return self.open_side_channel(self.side_channel_host, self.side_channel_port)
 
     @property
     def registration_timeout(self) -> float:

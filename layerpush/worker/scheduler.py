@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ from layerpush.telemetry.trace_records import SCHEDULER_RANK
 from layerpush.transport.connections import Address
 from layerpush.worker.metric_sources import watch_block_holds, watch_peer_errors
 from layerpush.worker.request_filter import RequestFilter
-from layerpush.worker.side_channel import listen
+from layerpush.worker.side_channel import bind, listen
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,7 +64,6 @@ class LayerwisePushScheduler(VllmPushScheduler):
     Every method runs in the scheduler's thread. ``bind`` comes before the first request.
     """
 
-    answer_handshakes = staticmethod(listen)
     awaited: AwaitedPushes
     last_windows: LastWindows
     postponed: PostponedLoads
@@ -128,6 +127,10 @@ class LayerwisePushScheduler(VllmPushScheduler):
             logger.warning("layerpush: this engine computes first tokens itself, although P could: %s", refusal)
         count = partial(self.metrics.recorder.count, FIRST_TOKENS)
         return FirstTokens(vllm_config, refusal, count, lambda: self._hand_overs.tick(time.perf_counter()))
+
+    def open_side_channel(self, host: str, port: int) -> Callable[..., None]:
+        """Listen, and return the function that answers queries. Raises ``SideChannelError`` if the port is taken."""
+        return partial(listen, bind(host, port))
 
     def bind(self, block_pool: BlockPool) -> None:
         """``block_pool`` owns the engine's KV cache blocks."""

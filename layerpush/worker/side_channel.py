@@ -6,8 +6,10 @@ reads, nor the connections.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
+import os
 import resource
 import selectors
 import socket
@@ -33,12 +35,20 @@ NO_FILE_PAUSE_S = 0.1
 REST = 3.0
 """Seconds of rest after each second of CPU time, so that a flood of queries takes a quarter of a core."""
 MAX_REST_S = 0.05
-BIND_RETRY_S = 1.0
+BIND_S = 10.0
+BIND_RETRY_S = 2.0
 BACKLOG = 128
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of a network interface."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
+_IN_USE = (
+    "another program has this port; end it, or set VLLM_NIXL_SIDE_CHANNEL_PORT to a free port below the ephemeral range"
+)
+_NO_ADDRESS = (
+    "VLLM_NIXL_SIDE_CHANNEL_HOST must be an address of this machine, and VLLM_NIXL_SIDE_CHANNEL_PORT a port that this"
+    " user may open"
+)
 _decoder = msgspec.msgpack.Decoder(tuple[bytes, int, int])
 
 Answers = Mapping[tuple[int, int], bytes]
@@ -49,9 +59,35 @@ class QueryError(ValueError):
     """A message is no handshake query; the text is the reason."""
 
 
-def listen(answers: Answers, ready: threading.Event, stop: threading.Event, host: str, port: int) -> None:
-    """Runs in vLLM's listener thread instead of vLLM's own loop: good queries get the same answers, bad ones none."""
-    Listener(answers, stop, host, port).run(ready)
+class SideChannelError(RuntimeError):
+    """The port of the side channel cannot be had; the text is the reason and the cure."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listen on the side channel's port. Tries for BIND_S: an engine that has just ended may still have the port.
+
+    Raises ``SideChannelError``. The engine core's main thread, so that a signal or the error ends the engine's start.
+    """
+    bare, deadline = host.strip("[]"), time.monotonic() + BIND_S
+    while True:
+        try:
+            return _bind(bare, port)
+        except (OSError, ValueError, OverflowError) as error:
+            code = getattr(error, "errno", None) or 0
+            why, cure = os.strerror(code) if code > 0 else error, _IN_USE if code == errno.EADDRINUSE else _NO_ADDRESS
+            reason = f"the side channel cannot listen on {bare}:{port} ({why}): {cure}"
+            if time.monotonic() >= deadline:
+                raise SideChannelError(f"layerpush: {reason}") from None
+        logger.warning("layerpush: %s; trying for %.0f s", reason, max(0.0, deadline - time.monotonic()))
+        time.sleep(BIND_RETRY_S)
+
+
+def listen(bound: socket.socket, answers: Answers, ready: threading.Event, stop: threading.Event, *_: object) -> None:
+    """Runs in vLLM's listener thread instead of vLLM's own loop: good queries get the same answers, bad ones none.
+
+    ``bound`` is of ``bind``; the other arguments are vLLM's.
+    """
+    Listener(bound, answers, stop).run(ready)
 
 
 @dataclass(slots=True, eq=False)
@@ -93,52 +129,35 @@ class Listener:
     """
 
     def __init__(
-        self, answers: Answers, stop: threading.Event, host: str, port: int, limit: int = MAX_CONNECTIONS
+        self, bound: socket.socket, answers: Answers, stop: threading.Event, limit: int = MAX_CONNECTIONS
     ) -> None:
+        self._bound = bound
         self._answers = answers
         self._stop = stop
-        self._host, self._port = host.strip("[]"), port
         self._limit = min(limit, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._askers: dict[_Asker, None] = {}
         self._peer_errors = PeerErrors(logger)
 
     def run(self, ready: threading.Event) -> None:
-        """Serve until ``stop`` is set. ``ready`` is set when the port is bound."""
-        bound = self._bind()
-        if bound is None:
-            return
-        with bound, selectors.DefaultSelector() as self._selector:
-            bound.setblocking(False)
-            self._selector.register(bound, selectors.EVENT_READ)
+        """Serve until ``stop`` is set, and close the socket. ``ready`` is set at the beginning."""
+        with self._bound, selectors.DefaultSelector() as self._selector:
+            self._bound.setblocking(False)
+            self._selector.register(self._bound, selectors.EVENT_READ)
             ready.set()
             try:
                 while not self._stop.is_set():
-                    self._turn(bound)
+                    self._turn()
             finally:
                 for asker in self._askers:
                     asker.connection.close()
 
-    def _bind(self) -> socket.socket | None:
-        """Try until the port is free; None if ``stop`` came first. vLLM waits meanwhile, so the log has the reason."""
-        while not self._stop.is_set():
-            try:
-                return _bind(self._host, self._port)
-            except (OSError, ValueError, OverflowError) as error:
-                self._report(
-                    "cannot listen",
-                    f"cannot listen on tcp://{self._host}:{self._port} ({error}): see VLLM_NIXL_SIDE_CHANNEL_HOST"
-                    " and _PORT; trying again",
-                )
-                self._stop.wait(BIND_RETRY_S)
-        return None
-
-    def _turn(self, bound: socket.socket) -> None:
+    def _turn(self) -> None:
         """Wait up to WAIT_S for events, and serve each once."""
         events = self._selector.select(WAIT_S)
         began = time.thread_time()
         for key, _ in events:
             if key.data is None:
-                self._accept(bound)
+                self._accept()
             elif key.data in self._askers:  # it may have been closed in favour of a new one
                 self._serve(key.data)
         now = time.monotonic()
@@ -149,9 +168,9 @@ class Listener:
                 self._drop(asker, f"its query, or to read the answer, took it more than {QUERY_S:g} s")
         self._stop.wait(min(REST * (time.thread_time() - began), MAX_REST_S))
 
-    def _accept(self, bound: socket.socket) -> None:
+    def _accept(self) -> None:
         try:
-            connection, address = bound.accept()
+            connection, address = self._bound.accept()
         except (BlockingIOError, ConnectionError):
             return  # it has gone
         except OSError as error:  # no file is left, or no memory

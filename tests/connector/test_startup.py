@@ -13,7 +13,8 @@ from layerpush.compat.facts import captured_tokens
 from layerpush.connector import LayerwisePushConnector
 from layerpush.core.config import ConfigError
 from layerpush.prefill.unhooked_layers import GRAPH_TOKENS
-from layerpush.worker import worker
+from layerpush.worker import side_channel, worker
+from layerpush.worker.side_channel import SideChannelError
 from layerpush.worker.thread_name import WRITER
 from tests.connector.engine import Engine, cache_config, config_of
 
@@ -165,3 +166,17 @@ def test_the_compute_thread_is_not_bound_to_the_transfer_core(engine: Build) -> 
     tasks = Path("/proc/self/task").iterdir()
     writers = [int(task.name) for task in tasks if (task / "comm").read_text().strip() == WRITER]
     assert {frozenset(os.sched_getaffinity(writer)) for writer in writers} == {frozenset(before)}
+
+
+def test_a_taken_side_channel_port_ends_the_start(engine: Build, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's core makes this call at its start. It waits without a deadline for the listener's thread."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    monkeypatch.setattr(side_channel, "BIND_S", 0.3)
+    monkeypatch.setattr(side_channel, "BIND_RETRY_S", 0.05)
+    first = engine("kv_producer")
+    config = config_of(model, "kv_producer", "second")
+    second = LayerwisePushConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    with pytest.raises(SideChannelError, match=rf"127.0.0.1:{first.port} .*VLLM_NIXL_SIDE_CHANNEL_PORT"):
+        second.set_xfer_handshake_metadata_pp_aware({(0, 0): first.worker.get_handshake_metadata()})
+    second.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import signal
 import socket
 import struct
 import threading
@@ -22,7 +23,7 @@ from layerpush.apps.demo.ports import PortAllocator
 from layerpush.compat.nixl_connector import GET_META_MSG
 from layerpush.transport import zmtp
 from layerpush.worker import side_channel
-from layerpush.worker.side_channel import MAX_CONNECTIONS, MAX_QUERY_BYTES, Answers, Listener, listen
+from layerpush.worker.side_channel import MAX_CONNECTIONS, MAX_QUERY_BYTES, Answers, Listener, SideChannelError, bind
 from tests.support.ports import SIDE_CHANNEL_PORTS
 from tests.support.waiting import until
 
@@ -85,7 +86,7 @@ class Asker:
 @contextmanager
 def listening(host: str = "127.0.0.1", answers: Answers = ANSWERS, limit: int = MAX_CONNECTIONS) -> Iterator[Asker]:
     asker, ready, stop = Asker(host, PORTS.take()), threading.Event(), threading.Event()
-    listener = Listener(answers, stop, host, asker.port, limit)
+    listener = Listener(bind(host, asker.port), answers, stop, limit)
     thread = threading.Thread(target=listener.run, args=(ready,), daemon=True)
     thread.start()
     assert ready.wait(10)
@@ -428,27 +429,69 @@ def test_the_side_channel_stops_during_a_stream_of_queries() -> None:
             one.send_multipart([b"", b"garbage"])
 
 
-def test_a_taken_port_is_logged_and_retried(caplog: pytest.LogCaptureFixture) -> None:
-    port, ready, stop = PORTS.take(), threading.Event(), threading.Event()
-    asker = Asker("127.0.0.1", port)
-    thread = threading.Thread(target=listen, args=(ANSWERS, ready, stop, "127.0.0.1", port), daemon=True)
-    with caplog.at_level(logging.WARNING, "vllm.layerpush"), socket.create_server(("127.0.0.1", port)):
-        thread.start()
-        while not any("cannot listen on tcp://127.0.0.1" in record.getMessage() for record in caplog.records):
-            assert not ready.wait(0.01)
-    assert ready.wait(10)
-    asker.check_answered()
-    stop.set()
-    thread.join(10)
-    asker.context.destroy(linger=0)
+def test_a_port_that_is_taken_for_long_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(side_channel, "BIND_S", 0.3)
+    monkeypatch.setattr(side_channel, "BIND_RETRY_S", 0.05)
+    port = PORTS.take()
+    with (
+        caplog.at_level(logging.WARNING, "vllm.layerpush"),
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(SideChannelError) as refused,
+    ):
+        bind("127.0.0.1", port)
+    for words in (f"127.0.0.1:{port}", "Address already in use", "another program", "VLLM_NIXL_SIDE_CHANNEL_PORT"):
+        assert words in str(refused.value)
+    assert len(caplog.records) > 1, "it has tried again"
 
 
-def test_stop_ends_the_wait_for_a_port() -> None:
-    port, ready, stop = PORTS.take(), threading.Event(), threading.Event()
-    with socket.create_server(("127.0.0.1", port)):
-        thread = threading.Thread(target=listen, args=(ANSWERS, ready, stop, "127.0.0.1", port), daemon=True)
-        thread.start()
-        stop.set()
-        thread.join(10)
-    assert not thread.is_alive()
-    assert not ready.is_set()
+def test_a_port_that_is_free_after_a_while_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that is restarted too soon finds the port of the one before."""
+    monkeypatch.setattr(side_channel, "BIND_RETRY_S", 0.05)
+    port = PORTS.take()
+    before = socket.create_server(("127.0.0.1", port))
+    connected_before = socket.create_connection(("127.0.0.1", port))
+    accepted, _ = before.accept()
+
+    def end() -> None:
+        until(lambda: "cannot listen" in caplog.text)
+        accepted.close()  # in TIME_WAIT from now on
+        before.close()
+
+    with caplog.at_level(logging.WARNING, "vllm.layerpush"), connected_before:
+        threading.Thread(target=end).start()
+        bind("127.0.0.1", port).close()
+
+
+@pytest.mark.parametrize("host", ["10.255.255.9", "no such host", "::9"])
+def test_an_address_of_no_interface_ends_the_start(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setattr(side_channel, "BIND_S", 0.0)
+    with pytest.raises(SideChannelError, match="VLLM_NIXL_SIDE_CHANNEL_HOST must be an address of this machine"):
+        bind(host, PORTS.take())
+
+
+def test_a_signal_ends_the_wait_for_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python runs handlers of signals on the main thread, and so does the wait."""
+    port, main, sleep, sleeping = PORTS.take(), threading.get_ident(), time.sleep, threading.Event()
+
+    def slept(seconds: float) -> None:
+        sleeping.set()
+        sleep(seconds)
+
+    def interrupt() -> None:
+        assert sleeping.wait(20)
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    monkeypatch.setattr(side_channel, "BIND_RETRY_S", 30.0)
+    monkeypatch.setattr(time, "sleep", slept)
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        with socket.create_server(("127.0.0.1", port)):
+            threading.Thread(target=interrupt).start()
+            with pytest.raises(KeyboardInterrupt):
+                bind("127.0.0.1", port)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
