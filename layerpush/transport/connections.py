@@ -12,12 +12,14 @@ from typing import Any, Protocol
 
 from layerpush.core.hosts import host_allowed
 from layerpush.core.liveness import Verdict
+from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import Transport, TransportError
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 RETRY_S = 1.0
 TRIES = 3
+WAITING_KEPT = 4096
 
 Then = Callable[[str | None, float], None]
 """Called with the reason of a failure, or None, and the time."""
@@ -106,6 +108,9 @@ class Connections:
         self._allowed_hosts = None if allowed_hosts is None else tuple(allowed_hosts)
         self._handshakes: dict[str, Handshake] = {}
         self._retries: list[_Retry] = []
+        self._waiting = 0
+        """Broadcasts that wait for a handshake."""
+        self._peer_errors = PeerErrors(logger)
         self.on_lost = on_lost
 
     def agents(self, engine_id: str) -> tuple[str, ...]:
@@ -163,19 +168,28 @@ class Connections:
 
         If the connection turns out to be gone, ``on_lost`` is called. The peer repeats its message if it still waits.
         If no handshake succeeds, ``otherwise`` may send the notification. It returns whether it has.
-        """
 
-        def send(error: str | None, _: float) -> None:
+        While ``WAITING_KEPT`` others wait for a handshake, it is dropped: anybody can name engines to answer.
+        """
+        if self._waiting >= WAITING_KEPT and not self.agents(address.engine_id):
+            self._unanswered(address, f"{WAITING_KEPT} other messages wait for a handshake", now)
+            return
+
+        def send(error: str | None, at: float) -> None:
+            self._waiting -= 1
             if error is not None:
-                if otherwise():
-                    return
-                logger.warning("cannot answer engine %s: %s", address.engine_id, error)
+                if not otherwise():
+                    self._unanswered(address, error, at)
                 return
             reached = [self.notify(agent, payload) for agent in self.agents(address.engine_id)]
             if not all(reached):
                 self.on_lost(address.engine_id)
 
+        self._waiting += 1
         self.reach(address, send, now, tries=1)
+
+    def _unanswered(self, address: Address, reason: str, now: float) -> None:
+        self._peer_errors.add("unanswered", f"cannot answer engine {address.engine_id}: {reason}", now)
 
     def notify_unconnected(self, contact: bytes, payload: bytes) -> bool:
         """Send to an agent without a handshake; False if that is impossible."""

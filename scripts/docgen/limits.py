@@ -9,7 +9,7 @@ from layerpush.decode import early_messages, prefill_peers
 from layerpush.prefill import decode_peers, registrations, step_schedule
 from layerpush.telemetry import peer_errors, spans, trace_file
 from layerpush.telemetry.metrics import endings, tally
-from layerpush.transport import nixl
+from layerpush.transport import connections, nixl
 from layerpush.transport.packing import unpacker
 from layerpush.worker import side_channel, side_channel_probe, worker
 from scripts.docgen.tables import table
@@ -109,6 +109,7 @@ TABLES = (
         side_channel.IDLE_S,
         "an old one is closed, of the host with the most",
     ),
+    ("both", "messages that wait for a handshake", connections.WAITING_KEPT, None, "the newest is dropped, logged"),
     ("both", "probes that wait", side_channel_probe.MAX_PENDING, None, _NO_ANSWER),
     ("both", "ends of pushes and loads that not all ranks have reported", None, endings.KEPT_S, "counted as they are"),
     ("both", "label values of a counter", tally.MAX_LABEL_VALUES, None, "counted as one, `other`"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from layerpush.transport import connections
 from layerpush.transport.connections import RETRY_S, TRIES, Address
 from tests.unit.peers_rig import Town
 
@@ -140,6 +141,28 @@ def test_a_broadcast_reaches_every_rank() -> None:
     assert town.mail.sent == []
     town.settle()
     assert town.mail.sent == [("d-0", PING), ("d-1", PING)]
+
+
+@pytest.mark.parametrize("engines", [1, 18], ids=["one engine", "as many engines"])
+def test_few_broadcasts_wait_for_handshakes(
+    engines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit, town = 8, Town()
+    monkeypatch.setattr(connections, "WAITING_KEPT", limit)
+    with caplog.at_level(logging.WARNING, "vllm.layerpush"):
+        for number in range(limit + 10):
+            town.peers.broadcast(replace(D, engine_id=f"E{number % engines}"), PING, town.now)
+    assert len(town.network.handshakes) == min(engines, limit)
+    (line,) = caplog.messages
+    assert f"cannot answer engine E{limit % engines}: {limit} other messages wait" in line
+
+    town.network.connected["D"] = ("d-0",)
+    town.peers.broadcast(D, PING, town.now)
+    assert town.mail.sent == [("d-0", PING)], "a connected engine does not wait"
+    town.network.answer("E0", "e-0")
+    town.settle()
+    town.peers.broadcast(replace(D, engine_id="later"), PING, town.now)
+    assert town.network.handshakes[-1].engine_id == "later"
 
 
 def test_a_broadcast_skips_lost_ranks_and_reports_the_loss_once() -> None:
