@@ -8,6 +8,9 @@ from typing import NamedTuple
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG, NixlHandshakePayload
 
+MAX_ANSWER_BYTES = 8 << 20
+"""Of an engine's answers to one handshake or probe, all ranks together."""
+
 
 @dataclass
 class LayerpushHandshakePayload(NixlHandshakePayload):

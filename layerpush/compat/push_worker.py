@@ -7,6 +7,7 @@ class names the thread that calls its methods.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import queue
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from layerpush.compat import busy_wait, engine_wake
 from layerpush.compat.affinity import Affinity
 from layerpush.compat.facts import split_at
 from layerpush.compat.handshake import signed
+from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor
 from layerpush.compat.leases import SendLeases, extend
 from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, refusal
 from layerpush.compat.stats import TransferStats
@@ -30,6 +32,7 @@ from layerpush.compat.whole_writes import WholeWrites
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.coverage import MismatchError
 from layerpush.core.layout import MAX_DESCRIPTORS
+from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.connections import Address, Handshake, Rank
 from layerpush.transport.link import Link
 from layerpush.transport.locked import LockedAgent
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 DEPARTED_KEPT = 1024
 MAX_REGIONS = 1 << 14
@@ -72,6 +77,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
 
     nixl_wrapper: Any
     xfer_handshake_metadata: Any
+    _handshake_initiation_executor: Any
 
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, waker: WriterWaker
@@ -89,6 +95,8 @@ class VllmPushWorker(NixlPushConnectorWorker):
         self._whole_writes = WholeWrites(self.transport, self.transfer_stats)
         self._departed: BoundedDict[str, Any] = BoundedDict(DEPARTED_KEPT)
         self._handshakes: dict[str, Handshake] = {}
+        self._handshake_errors = PeerErrors(logger)
+        self._handshake_initiation_executor = HandshakeExecutor(self._handshake_initiation_executor, self._ranks_of)
 
     # Hooks that a subclass overrides.
 
@@ -117,7 +125,13 @@ class VllmPushWorker(NixlPushConnectorWorker):
         """Engines that vLLM must not forget, however long they are silent. Any thread."""
         raise NotImplementedError
 
-    # Handshake executor.
+    # Handshake executor, and the threads that ask side channels before.
+
+    def _ranks_of(self, tp_size: int, dcp_size: int) -> list[int]:
+        """The tensor parallel ranks that vLLM's handshake asks of an engine with these sizes."""
+        assert self.transfer_topo is not None
+        ranks: list[int] = self.transfer_topo.handshake_target_ranks(tp_size, dcp_size)
+        return ranks
 
     def add_remote_agent(self, nixl_agent_meta: Any, *args: Any, **kwargs: Any) -> str:
         """Raises ``ValueError`` for absurd sizes, so the handshake fails: vLLM would size its tables by them."""
@@ -242,7 +256,10 @@ class VllmPushWorker(NixlPushConnectorWorker):
 
     def _log_failure(self, failure_type: str, req_id: str | None, *args: Any, **kwargs: Any) -> None:
         error = kwargs.get("error")
-        if failure_type == SETUP_FAILED and req_id is not None and error is not None:
+        if isinstance(error, HandshakeError):  # many may fail at once: one line a second, without a traceback
+            engine = kwargs.get("remote_engine_id")
+            self._handshake_errors.add("handshake", f"no handshake with engine {engine}: {error}", time.perf_counter())
+        elif failure_type == SETUP_FAILED and req_id is not None and error is not None:
             self._whole_writes.setup_failed(req_id, error)  # it is logged with the push that it ends
         else:
             super()._log_failure(failure_type, req_id, *args, **kwargs)

@@ -6,14 +6,18 @@ frame (``MAXMSGSIZE``) but not the number of frames, and collects all frames of 
 
 from __future__ import annotations
 
+import queue
 import socket
 import struct
+import threading
 import time
+from typing import Any
 
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 GREETING = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 MORE, LONG, COMMAND = 1, 2, 4
 CHUNK = 1 << 16
+MAX_PARTS = 16
 
 
 class ZmtpError(Exception):
@@ -31,52 +35,100 @@ def header(size: int, flags: int = 0) -> bytes:
     return bytes((flags, size)) if size < 1 << 8 else bytes((flags | LONG,)) + struct.pack(">Q", size)
 
 
-def ask(connection: socket.socket, question: bytes, deadline: float, limit: int) -> list[bytes]:
-    """The parts of the answer. At most ``limit`` bytes are read, and nothing after ``deadline`` (``time.monotonic``).
-
-    Raises ``ZmtpError``, ``TimeoutError`` or another ``OSError``.
+def connect(host: str, port: int, deadline: float) -> socket.socket:
+    """Connect to the first of the host's addresses that accepts. Raises ``ConnectionRefusedError`` if all refuse, else
+    another ``OSError``, or ``ValueError`` if it is no host name. Returns by ``deadline`` (``time.monotonic``).
     """
-    stream = _Stream(connection, deadline, limit)
-    stream.write(GREETING)
-    _check_greeting(stream.read(len(GREETING)))
-    stream.write(ready(b"REQ"))
-    stream.write(header(0, MORE) + header(len(question)) + question)
-    parts: list[bytes] = []
-    while True:
-        flags, body = stream.frame()
-        if flags & COMMAND:
-            continue
-        parts.append(body)
-        if not flags & MORE:
-            if parts[0]:
-                raise ZmtpError("no empty frame before the answer")
-            return parts[1:]
+    failure: OSError = ConnectionRefusedError()
+    for family, kind, protocol, _, address in _addresses(host, port, deadline):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.connect(address)
+        except OSError as error:
+            connection.close()
+            if not isinstance(error, ConnectionRefusedError):
+                failure = error
+        except BaseException:  # no caller has the socket yet
+            connection.close()
+            raise
+        else:
+            return connection
+    raise failure
 
 
-def _check_greeting(greeting: bytes) -> None:
-    if greeting[0] != SIGNATURE[0] or greeting[9] != SIGNATURE[9] or greeting[10] < 3 or greeting[12:16] != b"NULL":
-        raise ZmtpError("no ZMTP 3 greeting without security")
+def _addresses(host: str, port: int, deadline: float) -> list[Any]:
+    """Look up the host as ZeroMQ does: names as IPv4. Another thread looks up a name: nothing can cut that short."""
+    try:
+        return socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        )
+    except socket.gaierror:
+        pass
+    answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            answers.put(socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM))
+        except (OSError, ValueError):
+            answers.put([])
+
+    threading.Thread(target=look_up, name="layerpush-lookup", daemon=True).start()
+    try:
+        found = answers.get(timeout=max(deadline - time.monotonic(), 0))
+    except queue.Empty:
+        raise TimeoutError from None
+    if not found:
+        raise OSError(f"no address of {host!r}")
+    return found
 
 
-class _Stream:
+class Req:
+    """A REQ on a connection. At most ``limit`` bytes are read in all, and nothing after ``deadline``
+    (``time.monotonic``). Each method raises ``ZmtpError``, ``TimeoutError`` or another ``OSError``.
+    """
+
     def __init__(self, connection: socket.socket, deadline: float, limit: int) -> None:
         self._connection = connection
         self._deadline = deadline
         self._left = limit
 
-    def write(self, data: bytes) -> None:
+    def greet(self) -> None:
+        """Exchange greetings. Comes first, once."""
+        self._write(GREETING)
+        _check_greeting(self._read(len(GREETING)))
+        self._write(ready(b"REQ"))
+
+    def ask(self, question: bytes) -> list[bytes]:
+        """The parts of the answer."""
+        self._write(header(0, MORE) + header(len(question)) + question)
+        parts: list[bytes] = []
+        while True:
+            flags, body = self._frame()
+            if flags & COMMAND:
+                continue
+            parts.append(body)
+            if not flags & MORE:
+                if parts[0]:
+                    raise ZmtpError("no empty frame before the answer")
+                return parts[1:]
+            if len(parts) == MAX_PARTS:
+                raise ZmtpError(f"more than {MAX_PARTS} parts in an answer")
+
+    def _write(self, data: bytes) -> None:
         self._await()
         self._connection.sendall(data)
 
-    def frame(self) -> tuple[int, bytes]:
-        flags, size = self.read(2)
+    def _frame(self) -> tuple[int, bytes]:
+        flags, size = self._read(2)
         if flags & LONG:
-            (size,) = struct.unpack(">Q", bytes((size,)) + self.read(7))
-        return flags, self.read(size)
+            (size,) = struct.unpack(">Q", bytes((size,)) + self._read(7))
+        return flags, self._read(size)
 
-    def read(self, size: int) -> bytes:
+    def _read(self, size: int) -> bytes:
         if size > self._left:
-            raise ZmtpError("too long an answer")
+            raise ZmtpError(f"more than the {self._left} bytes that are left for the answer")
         self._left -= size
         data = bytearray()
         while len(data) < size:
@@ -92,6 +144,11 @@ class _Stream:
         if left <= 0:
             raise TimeoutError
         self._connection.settimeout(left)
+
+
+def _check_greeting(greeting: bytes) -> None:
+    if greeting[0] != SIGNATURE[0] or greeting[9] != SIGNATURE[9] or greeting[10] < 3 or greeting[12:16] != b"NULL":
+        raise ZmtpError("no ZMTP 3 greeting without security")
 
 
 class Inbox:

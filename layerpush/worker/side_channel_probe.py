@@ -6,20 +6,17 @@ import contextlib
 import itertools
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-from layerpush.compat.handshake import Agent, agent_of_handshake, handshake_query
+from layerpush.compat.handshake import MAX_ANSWER_BYTES, Agent, agent_of_handshake, handshake_query
 from layerpush.core.liveness import Verdict
-from layerpush.transport.zmtp import ZmtpError, ask
+from layerpush.transport.zmtp import Req, ZmtpError, connect
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 TIMEOUT_S = 2.0
-MAX_ANSWER_BYTES = 8 << 20
 MAX_PENDING = 256
 MAX_SEARCHING = 16
 """Limit of queued jobs beyond which a new search is dropped, and the number of later probes that may overtake one."""
@@ -61,67 +58,21 @@ def _query(host: str, port: int, tp_rank: int, pp_rank: int, timeout_s: float) -
     if not 0 < port < 1 << 16:
         return Verdict.UNKNOWN
     try:
-        connection = _connect(host, port, deadline)
+        connection = connect(host, port, deadline)
     except ConnectionRefusedError:
         return Verdict.ENDED
     except (OSError, ValueError):  # ValueError: no host name
         return Verdict.UNKNOWN
     try:
         with connection:
-            parts = ask(connection, handshake_query(pp_rank, tp_rank), deadline, MAX_ANSWER_BYTES)
+            req = Req(connection, deadline, MAX_ANSWER_BYTES)
+            req.greet()
+            parts = req.ask(handshake_query(pp_rank, tp_rank))
         if parts == [NO_SUCH_RANK]:
             return Verdict.ENDED
         return agent_of_handshake(parts[0]) if len(parts) == 2 else Verdict.UNKNOWN
     except (OSError, ZmtpError, ValueError, RecursionError):
         return Verdict.UNKNOWN
-
-
-def _connect(host: str, port: int, deadline: float) -> socket.socket:
-    """Connect to the first of the host's addresses that accepts. Raises ``ConnectionRefusedError`` if all refuse, else
-    another ``OSError``.
-    """
-    failure: OSError = ConnectionRefusedError()
-    for family, kind, protocol, _, address in _addresses(host, port, deadline):
-        connection = socket.socket(family, kind, protocol)
-        try:
-            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-            connection.connect(address)
-        except OSError as error:
-            connection.close()
-            if not isinstance(error, ConnectionRefusedError):
-                failure = error
-        except BaseException:  # no caller has the socket yet
-            connection.close()
-            raise
-        else:
-            return connection
-    raise failure
-
-
-def _addresses(host: str, port: int, deadline: float) -> list[Any]:
-    """Look up the host as ZeroMQ does: names as IPv4. Another thread looks up a name: nothing can cut that short."""
-    try:
-        return socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-        )
-    except socket.gaierror:
-        pass
-    answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
-
-    def look_up() -> None:
-        try:
-            answers.put(socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM))
-        except (OSError, ValueError):
-            answers.put([])
-
-    threading.Thread(target=look_up, name="layerpush-lookup", daemon=True).start()
-    try:
-        found = answers.get(timeout=max(deadline - time.monotonic(), 0))
-    except queue.Empty:
-        raise TimeoutError from None
-    if not found:
-        raise OSError(f"no address of {host!r}")
-    return found
 
 
 class Prober:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerpush.apps.proxy import body, connection, discovery, legs, sse
-from layerpush.compat import push_worker
+from layerpush.compat import handshake, handshake_executor, push_worker
 from layerpush.core import arrivals, pending_registrations, request_params, wire
 from layerpush.decode import early_messages, prefill_peers
 from layerpush.prefill import decode_peers, registrations, step_schedule
@@ -36,7 +36,9 @@ MESSAGES = (
         "the connection is closed, logged",
     ),
     ("a pause between two handshake queries", side_channel.IDLE_S, "seconds", "the connection is closed"),
-    ("the answer to a probe", side_channel_probe.MAX_ANSWER_BYTES, "bytes", _NO_ANSWER),
+    ("the answers of an engine to a handshake", handshake.MAX_ANSWER_BYTES, "bytes", "the handshake fails, logged"),
+    ("the answers of an engine to a handshake", handshake_executor.TIMEOUT_S, "seconds", "the handshake fails, logged"),
+    ("the answer to a probe", handshake.MAX_ANSWER_BYTES, "bytes", _NO_ANSWER),
     ("a probe", side_channel_probe.TIMEOUT_S, "seconds", _NO_ANSWER),
     ("`tp_size` of a request or registration", wire.MAX_TP_SIZE, "", "refused"),
     ("`pp_size` of a request", request_params.MAX_PP_SIZE, "", "refused"),
@@ -110,6 +112,10 @@ TABLES = (
         "an old one is closed, of the host with the most",
     ),
     ("both", "messages that wait for a handshake", connections.WAITING_KEPT, None, "the newest is dropped, logged"),
+    ("both", "handshakes", handshake_executor.MAX_HANDSHAKES, None, "the newest fails, logged"),
+    ("both", "handshakes with one host", handshake_executor.MAX_WITH_HOST, None, "the newest fails, logged"),
+    ("both", "handshakes that run", handshake_executor.MAX_RUNNING, None, "the newest waits"),
+    ("both", "handshakes with one host that run", handshake_executor.MAX_RUNNING_WITH_HOST, None, "the newest waits"),
     ("both", "probes that wait", side_channel_probe.MAX_PENDING, None, _NO_ANSWER),
     ("both", "ends of pushes and loads that not all ranks have reported", None, endings.KEPT_S, "counted as they are"),
     ("both", "label values of a counter", tally.MAX_LABEL_VALUES, None, "counted as one, `other`"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -314,6 +315,22 @@ def test_a_prefill_engine_that_does_not_listen_fails_the_load(engine: Build) -> 
     d.decode_from(p, "r-1", TOKENS)
     step_until(d, done=lambda: d.failed)
     assert gives_everything_back(d)
+
+
+def test_silent_hosts_do_not_delay_a_new_decode_engine(engine: Build) -> None:
+    """vLLM's one handshake thread would wait 5 s for each of them."""
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    worker, ended = p.worker.connector_worker, list[str | None]()
+    with socket.create_server(("127.0.0.2", p.port), backlog=128):
+        for number in range(30):
+            ghost = Address(f"ghost-{number}", "127.0.0.2", p.port, 1)
+            reach = partial(worker._connections.reach, ghost, lambda error, _: ended.append(error), 0.0, tries=1)
+            worker.task(reach)
+        asks_first(p, d)
+        p.prefill("r-1", TOKENS)
+        run(p, STEPS)
+        ends_well(p, d)
+        assert len(ended) < 30
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -1,0 +1,214 @@
+"""Handshakes: asked in bounded time and memory, without waiting for each other's hosts, then vLLM's own part."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+
+from layerpush.compat import handshake_executor
+from layerpush.compat.handshake import MAX_ANSWER_BYTES, handshake_query
+from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor
+from layerpush.transport import zmtp
+from tests.support.waiting import until
+from tests.unit.test_probe import GREETING, HOST, PORTS, READY, answer, endlessly, frame, listening, says
+
+SILENT = "127.0.0.2"
+AHEAD_S = 1000.0
+
+
+def clock() -> bytes:
+    return msgspec.msgpack.encode(time.perf_counter() + AHEAD_S)
+
+
+def of_vllm(host: str, port: int, tp_size: int, engine_id: str, dcp: int, pp: int, notif: bool) -> tuple[Any, ...]:
+    """vLLM's handshake, as far as it uses its socket: the answers, and how far the engine's clock is ahead."""
+    answers, best, ahead = [], float("inf"), 0.0
+    with base_worker.zmq_ctx(zmq.REQ, f"tcp://{host}:{port}") as one:
+        for rank in range(tp_size):
+            one.setsockopt(zmq.RCVTIMEO, 5000)
+            started = time.perf_counter()
+            one.send(handshake_query(0, rank))
+            parts = one.recv_multipart()
+            received = time.perf_counter()
+            assert len(parts) == 2
+            answers.append(parts[0])
+            if received - started < best:
+                best, ahead = received - started, msgspec.msgpack.decode(parts[1]) - (started + received) / 2
+    return engine_id, answers, ahead, threading.current_thread().name, (dcp, pp, notif)
+
+
+@pytest.fixture
+def handshakes() -> Iterator[HandshakeExecutor]:
+    one = HandshakeExecutor(ThreadPoolExecutor(1, "vllm"), lambda tp_size, _: range(tp_size))
+    yield one
+    one.shutdown(wait=False)
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port of SILENT that accepts connections and says nothing."""
+    with socket.create_server((SILENT, PORTS.take()), backlog=128) as listener:
+        yield listener.getsockname()[1]
+
+
+Submit = Callable[..., Future[Any]]
+
+
+def submit(handshakes: HandshakeExecutor, host: str, port: int, engine_id: str = "D", ranks: int = 1) -> Future[Any]:
+    return handshakes.submit(of_vllm, host, port, ranks, engine_id, 1, 1, True)
+
+
+def answers_each(*payloads: bytes) -> Callable[[socket.socket], None]:
+    """One payload for each query, with the clock at that time."""
+
+    def talk(connection: socket.socket) -> None:
+        inbox, left = zmtp.Inbox(2048), list(payloads)
+        connection.sendall(GREETING + READY)
+        while data := connection.recv(4096):
+            inbox.feed(data)
+            while inbox.message() is not None:
+                connection.sendall(answer(b"", left.pop(0), clock()))
+
+    return talk
+
+
+def test_vllms_handshake_gets_each_ranks_answer_and_the_clock(handshakes: HandshakeExecutor) -> None:
+    with listening(answers_each(b"rank 0", b"rank 1")) as port:
+        engine_id, answers, ahead, thread, options = submit(handshakes, HOST, port, "D", ranks=2).result(20)
+    assert (engine_id, answers, options) == ("D", [b"rank 0", b"rank 1"], (1, 1, True))
+    assert ahead == pytest.approx(AHEAD_S, abs=0.5)
+    assert thread == "vllm_0", "NIXL is called by vLLM's one thread"
+
+
+def test_the_clock_is_right_although_vllms_thread_was_busy() -> None:
+    with listening(answers_each(b"rank 0")) as port:
+        answers = handshake_executor.ask(HOST, port, [handshake_query(0, 0)])
+    answered = time.perf_counter()
+    until(lambda: time.perf_counter() > answered + 1.0)
+    answers.send(handshake_query(0, 0))
+    _, encoded = answers.recv_multipart()
+    assert msgspec.msgpack.decode(encoded) - time.perf_counter() == pytest.approx(AHEAD_S, abs=0.5)
+
+
+def test_all_other_code_of_vllm_gets_a_socket(handshakes: HandshakeExecutor) -> None:
+    with listening(answers_each(b"rank 0")) as port:
+        submit(handshakes, HOST, port).result(20)
+    ours = handshakes._executor.submit(lambda: base_worker.zmq_ctx(zmq.REQ, f"tcp://{HOST}:{port}")).result()
+    with ours as one:
+        assert isinstance(one, zmq.Socket)
+
+
+def test_a_missing_rank_reaches_vllm_as_it_came(handshakes: HandshakeExecutor) -> None:
+    with listening(says(answer(b"", b""))) as port, pytest.raises(AssertionError):
+        submit(handshakes, HOST, port, ranks=3).result(20)
+
+
+@pytest.mark.parametrize("encoded", [b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode(float("inf"))])
+def test_an_odd_clock_reaches_vllm_as_it_came(encoded: bytes) -> None:
+    with listening(says(answer(b"", b"payload", encoded))) as port:
+        answers = handshake_executor.ask(HOST, port, [b"query"])
+    answers.send(b"query")
+    assert answers.recv_multipart() == [b"payload", encoded]
+
+
+@pytest.mark.parametrize(
+    ("talk", "words"),
+    [
+        pytest.param(None, "timeout", id="silence"),
+        pytest.param(says(b""), "timeout", id="silence after the greeting"),
+        pytest.param(endlessly(b"\0"), "no ZMTP 3 greeting", id="no ZMTP"),
+        pytest.param(lambda connection: connection.recv(1) and None, "gave no answer", id="closes at once"),
+        pytest.param(says(b"", then=endlessly(frame(b"", zmtp.MORE))), "more than 16 parts", id="frames for ever"),
+        pytest.param(says(b"", then=endlessly(frame(b"", zmtp.COMMAND))), "timeout", id="commands for ever"),
+        pytest.param(says(b"\x02" + b"\x7f" * 8), "more than the", id="a frame of exabytes"),
+    ],
+)
+def test_a_hostile_side_channel_fails_its_handshake_only(
+    handshakes: HandshakeExecutor, monkeypatch: pytest.MonkeyPatch, talk: Any, words: str
+) -> None:
+    with listening(talk) as hostile, listening(answers_each(b"rank 0")) as good:
+        monkeypatch.setattr(handshake_executor, "TIMEOUT_S", 1.0 if words == "timeout" else 20.0)
+        failing = submit(handshakes, HOST, hostile, "ghost")
+        assert submit(handshakes, HOST, good).result(20)[0] == "D"
+        with pytest.raises(HandshakeError, match=words):
+            failing.result(20)
+
+
+def test_a_refused_connection_fails_at_once(handshakes: HandshakeExecutor) -> None:
+    with pytest.raises(HandshakeError, match="ConnectionRefusedError"):
+        submit(handshakes, HOST, PORTS.take()).result(4)
+
+
+def test_an_engine_may_answer_so_many_bytes_in_all(handshakes: HandshakeExecutor) -> None:
+    sent: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def flood(connection: socket.socket) -> None:
+        connection.sendall(GREETING + READY)
+        piece, total = answer(b"", bytes(MAX_ANSWER_BYTES // 8), clock()), 0
+        try:
+            while True:
+                total += connection.send(piece)
+        except OSError:
+            sent.put(total)
+
+    with listening(flood) as port, pytest.raises(HandshakeError, match="left for the answer"):
+        submit(handshakes, HOST, port, ranks=100).result(20)
+    in_buffers = 16 << 20
+    assert sent.get(timeout=10) < MAX_ANSWER_BYTES + in_buffers
+
+
+def test_a_silent_host_delays_no_other_host(handshakes: HandshakeExecutor, silent: int) -> None:
+    waiting = [submit(handshakes, SILENT, silent, f"ghost-{number}") for number in range(30)]
+    with listening(answers_each(b"rank 0")) as port:
+        assert submit(handshakes, HOST, port).result(20)[0] == "D"
+    assert not all(each.done() for each in waiting), "vLLM's thread would have asked these first"
+
+
+def running() -> int:
+    return sum(thread.name == "layerpush-handshake" for thread in threading.enumerate())
+
+
+def test_few_handshakes_with_a_host_run_and_too_many_fail(
+    handshakes: HandshakeExecutor, monkeypatch: pytest.MonkeyPatch, silent: int
+) -> None:
+    monkeypatch.setattr(handshake_executor, "TIMEOUT_S", 2.0)
+    limit, before = handshake_executor.MAX_WITH_HOST, running()
+    waiting = [submit(handshakes, SILENT, silent, f"ghost-{number}") for number in range(limit)]
+    assert running() - before <= handshake_executor.MAX_RUNNING_WITH_HOST
+    with pytest.raises(HandshakeError, match=f"{limit} other handshakes with host {SILENT}"):
+        submit(handshakes, SILENT, silent, "one too many").result(0)
+    monkeypatch.setattr(handshake_executor, "TIMEOUT_S", 0.01)
+    for each in waiting:
+        with pytest.raises(HandshakeError, match="timeout"):
+            each.result(20)
+    with pytest.raises(HandshakeError, match="timeout"):
+        submit(handshakes, SILENT, silent, "there is room again").result(20)
+
+
+def test_handshakes_with_all_hosts_are_limited(
+    handshakes: HandshakeExecutor, monkeypatch: pytest.MonkeyPatch, silent: int
+) -> None:
+    monkeypatch.setattr(handshake_executor, "MAX_HANDSHAKES", 6)
+    monkeypatch.setattr(handshake_executor, "MAX_RUNNING", 2)
+    monkeypatch.setattr(handshake_executor, "TIMEOUT_S", 2.0)
+    before, hosts = running(), [f"127.0.1.{number}" for number in range(1, 7)]
+    listeners = [socket.create_server((host, silent)) for host in hosts]
+    waiting = [submit(handshakes, host, silent, host) for host in hosts]
+    assert running() - before <= 2
+    with pytest.raises(HandshakeError, match="6 other handshakes are under way"):
+        submit(handshakes, SILENT, silent).result(0)
+    monkeypatch.setattr(handshake_executor, "TIMEOUT_S", 0.01)
+    assert all(isinstance(each.exception(20), HandshakeError) for each in waiting)
+    until(lambda: not handshakes._running and not handshakes._waiting)
+    for listener in listeners:
+        listener.close()
