@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import random
 import resource
 import selectors
 import socket
@@ -34,7 +35,8 @@ WAIT_S = 0.5
 NO_FILE_PAUSE_S = 0.1
 REST = 3.0
 """Seconds of rest after each second of CPU time, so that a flood of queries takes a quarter of a core."""
-MAX_REST_S = 0.05
+TURN_S = 0.005
+"""CPU time after which a turn ends: the rest after it is short."""
 BIND_S = 10.0
 BIND_RETRY_S = 2.0
 BACKLOG = 128
@@ -152,21 +154,24 @@ class Listener:
                     asker.connection.close()
 
     def _turn(self) -> None:
-        """Wait up to WAIT_S for events, and serve each once."""
+        """Wait up to WAIT_S for events, and serve each once, or as many as there is time for. Then rest."""
         events = self._selector.select(WAIT_S)
+        random.shuffle(events)  # in a flood each has the same chance to be served
         began = time.thread_time()
         for key, _ in events:
             if key.data is None:
                 self._accept()
             elif key.data in self._askers:  # it may have been closed in favour of a new one
                 self._serve(key.data)
+            if time.thread_time() - began > TURN_S:
+                break
         now = time.monotonic()
         for asker in [asker for asker in self._askers if asker.due <= now]:
             if asker.is_idle:
                 self._close(asker)
             else:
                 self._drop(asker, f"its query, or to read the answer, took it more than {QUERY_S:g} s")
-        self._stop.wait(min(REST * (time.thread_time() - began), MAX_REST_S))
+        self._stop.wait(REST * (time.thread_time() - began))
 
     def _accept(self) -> None:
         try:

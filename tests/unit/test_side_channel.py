@@ -41,6 +41,9 @@ def query(pp_rank: object = 0, tp_rank: object = 0, message: object = GET_META_M
 class Asker:
     """A peer of the listener: asks as vLLM does, or sends any bytes."""
 
+    cpu_clock: int
+    """Of the listener's thread."""
+
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
         self.path = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -90,6 +93,7 @@ def listening(host: str = "127.0.0.1", answers: Answers = ANSWERS, limit: int = 
     thread = threading.Thread(target=listener.run, args=(ready,), daemon=True)
     thread.start()
     assert ready.wait(10)
+    asker.cpu_clock = time.pthread_getcpuclockid(thread.ident or 0)
     try:
         yield asker
         assert thread.is_alive(), "the listener died"
@@ -364,6 +368,26 @@ def test_the_oldest_connection_of_the_largest_crowd_gives_way() -> None:
         asker.check_answered()
         for one in crowd:
             one.close()
+
+
+def test_a_flood_of_queries_leaves_most_of_a_core_to_the_engine() -> None:
+    def flood(one: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                one.sendall(framed(b"", b"garbage") * 10_000)
+
+    with listening() as asker:
+        floods = [connected(asker) for _ in range(4)]
+        for one in floods:
+            threading.Thread(target=flood, args=(one,), daemon=True).start()
+        started, before = time.monotonic(), time.clock_gettime(asker.cpu_clock)
+        until(lambda: time.monotonic() > started + 1)
+        used = (time.clock_gettime(asker.cpu_clock) - before) / (time.monotonic() - started)
+        asker.check_answered()
+        for one in floods:
+            one.shutdown(socket.SHUT_RDWR)
+            one.close()
+    assert used < 0.4
 
 
 class Fileless:
