@@ -16,6 +16,7 @@ import layerpush
 from layerpush.apps.extras import require
 from layerpush.apps.files.command import files
 from layerpush.apps.proxy.command import proxy
+from layerpush.apps.proxy.settings import engine_url
 from layerpush.apps.tracing.command import app as trace_app
 
 if TYPE_CHECKING:
@@ -150,6 +151,34 @@ def doctor(
             f"\n{verdicts.count('ok')} ok, {verdicts.count('warn')} to consider, {verdicts.count('fail')} failed"
         )
     raise typer.Exit(1 if "fail" in verdicts else 0)
+
+
+@app.command()
+def metrics(
+    engine: Annotated[
+        str, typer.Option(metavar="URL", parser=engine_url, help="API server of the engine.")
+    ] = "http://127.0.0.1:8000",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8001,
+) -> None:
+    """Serve an engine's /metrics, and nothing else, on a port of its own.
+
+    Whoever may read an engine's metrics on its own port may use its whole API there. A network policy or a firewall
+    can open this port instead.
+
+    Example:  layerpush metrics --engine http://127.0.0.1:8000 --host 0.0.0.0 --port 8001
+
+    Exit status: 0 after SIGTERM or SIGINT, 1 if the port is not available, 2 for bad options or a missing package.
+    """
+    require("metrics", "proxy")
+
+    from layerpush.apps.metrics_port import serve
+
+    try:
+        serve(engine, host, port)
+    except OSError as error:
+        typer.echo(f"layerpush metrics: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 def _print_finding(finding: Finding, out: TextIO) -> None:

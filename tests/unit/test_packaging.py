@@ -95,7 +95,7 @@ def modules_in(*folders: str) -> tuple[str, ...]:
 PURE = modules_in("core", "telemetry", "apps/files")
 SURFACE = {
     "": ("layerpush.apps.cli", *PURE, *modules_in("apps/tracing")),
-    "proxy": modules_in("apps/proxy"),
+    "proxy": ("layerpush.apps.metrics_port", *modules_in("apps/proxy")),
     "plot": ("matplotlib.pyplot", "layerpush.apps.tracing.picture"),
     "cpu": ("layerpush.connector", "layerpush.apps.demo.command", "layerpush.apps.tracing.picture"),
     "cuda": ("layerpush.connector", "layerpush_kernels"),
@@ -335,7 +335,7 @@ def imported_modules(source: str) -> Iterator[str]:
 ENTRIES: dict[str, tuple[str, ...]] = {
     "": ("layerpush.apps.extras", *PURE),
     "plot": ("layerpush.apps.tracing.command",),
-    "proxy": ("layerpush.apps.proxy.command",),
+    "proxy": ("layerpush.apps.metrics_port", "layerpush.apps.proxy.command"),
     "cpu": (
         "layerpush.apps.demo.command",
         "layerpush.apps.demo.faulty",
@@ -375,10 +375,11 @@ def test_the_entries_reach_every_module() -> None:
 
 
 def test_each_command_is_an_entry_of_its_extra() -> None:
-    """``require("demo", "cpu")`` in the source, and an import of ``layerpush.apps.demo`` in the table above."""
+    """``require("demo", "cpu")`` in the source, and an import of its module in the table above."""
     sources = "".join(file.read_text() for file in (ROOT / "layerpush/apps").rglob("*.py"))
     named = re.findall(r'\brequire\("(\w+)", "(\w+)"\)', sources)
-    assert sorted(named) == [("demo", "cpu"), ("proxy", "proxy")]
+    of = {"demo": "demo.command", "metrics": "metrics_port", "proxy": "proxy.command"}
+    assert sorted(named) == [("demo", "cpu"), ("metrics", "proxy"), ("proxy", "proxy")]
     for command, extra in named:
         assert f"layerpush.apps.{command}.command" in ENTRIES[extra]
 

@@ -1,0 +1,163 @@
+"""`layerpush metrics`: a port that has an engine's metrics and nothing else of its API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from typer.testing import CliRunner
+from yarl import URL
+
+from layerpush.apps import metrics_port
+from layerpush.apps.cli import app
+from layerpush.apps.metrics_port import make_app
+from tests.unit.proxy.world import asynchronous, free_port, until
+
+TEXT, KIND = "# HELP vllm:layerpush_ranks ranks\n", "text/plain; version=1.0.0; charset=utf-8"
+
+
+class Engine:
+    """An API server that has every path. It answers when ``gate`` is set."""
+
+    def __init__(self) -> None:
+        self.requests: list[web.Request] = []
+        self.status = 200
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.now = self.most = 0
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.requests.append(request)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await self.gate.wait()
+        finally:
+            self.now -= 1
+        return web.Response(status=self.status, body=TEXT.encode(), headers={"Content-Type": KIND})
+
+
+@contextlib.asynccontextmanager
+async def port_of(engine: Engine) -> AsyncIterator[str]:
+    """The base URL of an engine's metrics port."""
+    served = web.Application()
+    served.router.add_route("*", "/{path:.*}", engine.answer)
+    async with TestServer(served) as server, TestServer(make_app(f"http://127.0.0.1:{server.port}")) as port:
+        yield f"http://127.0.0.1:{port.port}"
+
+
+@asynchronous
+async def test_it_has_the_engines_metrics() -> None:
+    engine = Engine()
+    async with port_of(engine) as url, aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/metrics") as answer:
+            assert (answer.status, await answer.text(), answer.headers["Content-Type"]) == (200, TEXT, KIND)
+        engine.status = 503
+        async with session.get(f"{url}/metrics") as answer:
+            assert answer.status == 503
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/metrics", 405),
+        ("HEAD", "/metrics", 405),
+        ("GET", "/metrics/", 404),
+        ("GET", "//metrics", 404),
+        ("GET", "/metrics/../v1/models", 404),
+        ("GET", "/metrics%2f..%2fv1/models", 404),
+        ("POST", "/v1/completions", 404),
+        ("POST", "/invocations", 404),
+        ("GET", "/health", 404),
+    ],
+)
+@asynchronous
+async def test_no_other_request_reaches_the_engine(method: str, path: str, status: int) -> None:
+    engine = Engine()
+    async with (
+        port_of(engine) as url,
+        aiohttp.ClientSession() as session,
+        session.request(method, URL(url + path, encoded=True)) as answer,
+    ):
+        assert answer.status == status
+    assert engine.requests == []
+
+
+@asynchronous
+async def test_nothing_of_a_request_is_passed_on() -> None:
+    engine = Engine()
+    async with port_of(engine) as url, aiohttp.ClientSession() as session:
+        headers = {"Authorization": "Bearer secret", "X-Request-Id": "mine"}
+        async with session.get(f"{url}/metrics?name=other", headers=headers, data=b"body") as answer:
+            assert answer.status == 200
+    (request,) = engine.requests
+    assert request.raw_path == "/metrics"
+    assert not {"Authorization", "X-Request-Id", "Content-Length"} & request.headers.keys()
+
+
+@asynchronous
+async def test_scrapes_wait_for_each_other() -> None:
+    engine = Engine()
+    engine.gate.clear()
+    async with port_of(engine) as url, aiohttp.ClientSession() as session:
+        scrapes = [asyncio.create_task(session.get(f"{url}/metrics")) for _ in range(8)]
+        await until(lambda: engine.now == 1, "a scrape reaches the engine")
+        engine.gate.set()
+        assert [answer.status for answer in await asyncio.gather(*scrapes)] == [200] * 8
+    assert engine.most == 1
+
+
+@asynchronous
+async def test_an_engine_that_does_not_answer_is_a_bad_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_port, "SCRAPE_S", 0.1)
+    engine = Engine()
+    engine.gate.clear()
+    async with port_of(engine) as hangs, TestServer(make_app(f"http://127.0.0.1:{free_port()}")) as port:
+        async with aiohttp.ClientSession() as session:
+            for url in (hangs, f"http://127.0.0.1:{port.port}"):
+                async with session.get(f"{url}/metrics") as answer:
+                    assert (answer.status, await answer.text()) == (502, "the engine does not answer\n")
+        engine.gate.set()
+
+
+@asynchronous
+async def test_the_command_serves_until_sigterm() -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "layerpush", "metrics", "--engine", f"http://127.0.0.1:{free_port()}"]
+    process = await asyncio.create_subprocess_exec(*command, "--port", str(port))
+    try:
+
+        def listens() -> bool:
+            with socket.socket() as client:
+                return client.connect_ex(("127.0.0.1", port)) == 0
+
+        await until(listens, "the port is open")
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
+def test_a_taken_port_is_an_error_of_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = CliRunner().invoke(app, ["metrics", "--port", str(taken.getsockname()[1])])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("layerpush metrics: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_bad_engine_is_refused() -> None:
+    done = CliRunner().invoke(app, ["metrics", "--engine", "127.0.0.1:8000"], env={"COLUMNS": "400"})
+    assert done.exit_code == 2
+    assert "write http://HOST:PORT" in done.output
