@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.markdown import Row
 from scripts.docgen.tables import table
 
-LOCK, SOAK = Path("requirements/cpu.lock"), Path("bench/results/soak.json")
+LOCKS, SOAK = (Path("requirements/torch.lock"), Path("requirements/cpu.lock")), Path("bench/results/soak.json")
 
 WITHOUT_ENGINE = "3.12.1 and 3.13.0"
 """Python's versions in the last run of tests/unit/test_other_pythons.py."""
@@ -20,7 +20,7 @@ def tables(root: Path) -> str:
     """Python, vLLM, NIXL and torch. Raises ``LookupError`` if a file lacks one."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lock = (root / LOCK).read_text()
+    lock = "".join((root / each).read_text() for each in LOCKS)
     rows: list[Row] = [
         ("Python", f"`{project['requires-python']}`", f"{_python(root)}; without an engine also {WITHOUT_ENGINE}"),
         ("vLLM", f"`{_bound(extras['cuda'], 'vllm')}`", "not tested: there was no GPU"),
@@ -47,5 +47,5 @@ def _bound(requirements: list[str], name: str) -> str:
 def _pinned(lock: str, name: str) -> str:
     found = re.search(rf"^{re.escape(name)}==(\S+)", lock, re.MULTILINE)
     if found is None:
-        raise LookupError(f"{LOCK} has no {name}")
+        raise LookupError(f"no lock has {name}")
     return found[1]

@@ -60,11 +60,12 @@ def test_the_pictures_are_up_to_date(path: Path) -> None:
     [
         ("pyproject.toml", '"nixl>='),
         ("requirements/cpu.lock", "\nvllm-cpu=="),
+        ("requirements/torch.lock", "\ntorch=="),
         ("bench/results/soak.json", '"python":'),
     ],
 )
 def test_a_version_missing_from_its_file_is_an_error(tmp_path: Path, name: str, old: str) -> None:
-    for each in ("pyproject.toml", "requirements/cpu.lock", "bench/results/soak.json"):
+    for each in ("pyproject.toml", "requirements/cpu.lock", "requirements/torch.lock", "bench/results/soak.json"):
         (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / each).write_text((ROOT / each).read_text())
     assert versions.tables(tmp_path)

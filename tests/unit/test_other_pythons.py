@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+LOCK = ROOT / "requirements/cpu.lock"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSIONS = ("3.12", "3.13")
 """The other tests run on 3.11."""
@@ -53,7 +55,9 @@ def test_modules_without_an_engine_work_on_other_pythons(version: str, tmp_path:
     subprocess.run([interpreter(version), "-m", "venv", tmp_path / "fresh"], check=True, timeout=60)
     wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["proxy"]]
     tools = ["hypothesis", "pytest", "pytest-timeout"]
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "-c", "requirements/cpu.lock"]
+    versions = tmp_path / "versions.txt"  # pip takes no hashes for packages that are asked for without a version
+    versions.write_text("\n".join(re.findall(r"^[\w.-]+==[^ \n]+", LOCK.read_text(), re.MULTILINE)))
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "-c", str(versions)]
     done = subprocess.run([*pip, *wanted, *tools], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     pytest_ = [python, "-m", "pytest", "-q", "--noconftest", "--hypothesis-profile=ci", "-p", "no:cacheprovider"]

