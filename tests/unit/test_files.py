@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ import yaml
 from typer.testing import CliRunner
 
 from layerpush.apps.cli import app
-from layerpush.apps.files.command import DESCRIPTIONS, MANIFESTS, RULE, WITH_ALERTS, text_of
-from tests.docprograms import check_transfer_config
+from layerpush.apps.files.command import DESCRIPTIONS, MANIFESTS, POD_MONITOR, RULE, WITH_ALERTS, text_of
+from tests.docblocks import Command
+from tests.docprograms import check, check_transfer_config
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "layerpush/apps/files"
 KUBERNETES = "1.33"
 DEPLOYMENTS = ("kubernetes/prefill.yaml", "kubernetes/decode.yaml", "llm-d/decode.yaml")
+PROXY = "kubernetes/proxy.yaml"
+COPIES = 3
+"""The proxy's body of a request, and those that it sends to P and to D."""
 
 
 def of_kind(name: str, kind: str) -> dict[str, Any]:
@@ -35,6 +40,25 @@ def pod(name: str) -> dict[str, Any]:
 def engine(name: str) -> dict[str, Any]:
     (found,) = pod(name)["spec"]["containers"]
     return dict(found)
+
+
+def containers(name: str) -> list[dict[str, Any]]:
+    """All of them, with sidecars."""
+    spec = pod(name)["spec"]
+    return [*spec["containers"], *spec.get("initContainers", ())]
+
+
+def transfer_config(name: str) -> dict[str, Any]:
+    """With the ConfigMap's values in the place of variables, as Kubernetes puts them."""
+    arguments = engine(name)["args"]
+    text = arguments[arguments.index("--kv-transfer-config") + 1]
+    values: Mapping[str, str] = of_kind("kubernetes/config.yaml", "ConfigMap")["data"] | {"POD_NAME": "pod-0"}
+    return dict(json.loads(re.sub(r"\$\((\w+)\)", lambda variable: values[variable[1]], text)))
+
+
+def size(text: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)([MG])i", text).groups()  # type: ignore[union-attr]
+    return int(number) << {"M": 20, "G": 30}[unit]
 
 
 def test_every_file_is_listed_and_printed() -> None:
@@ -102,7 +126,7 @@ def check_schema(document: dict[str, Any]) -> None:
         raise ValueError(f"{document['kind']} has an unknown field")
 
 
-@pytest.mark.parametrize("name", [*MANIFESTS, "llm-d/decode.yaml", RULE])
+@pytest.mark.parametrize("name", [*MANIFESTS, POD_MONITOR, "llm-d/decode.yaml", RULE])
 def test_a_manifest_fits_the_published_schemas(name: str) -> None:
     documents = list(yaml.safe_load_all(text_of(name)))
     assert documents
@@ -120,7 +144,7 @@ def test_an_unknown_field_of_a_manifest_is_found() -> None:
 @pytest.mark.parametrize(
     ("name", "path", "value"),
     [
-        ("kubernetes/pod-monitor.yaml", ("spec", "podMetricsEndpoints", 0, "intervall"), "15s"),
+        (POD_MONITOR, ("spec", "podMetricsEndpoints", 0, "intervall"), "15s"),
         (RULE, ("spec", "groups", 0, "rules", 0, "expression"), "up"),
         (RULE, ("spec", "groups", 0, "rules", 0, "for"), "ten minutes"),
     ],
@@ -128,7 +152,7 @@ def test_an_unknown_field_of_a_manifest_is_found() -> None:
 def test_a_bad_field_of_the_prometheus_operators_resources_is_found(
     name: str, path: tuple[Any, ...], value: Any
 ) -> None:
-    (document,) = yaml.safe_load_all(text_of(name))
+    document = next(yaml.safe_load_all(text_of(name)))
     place = document
     for key in path[:-1]:
         place = place[key]
@@ -141,8 +165,12 @@ def test_a_bad_field_of_the_prometheus_operators_resources_is_found(
 def test_each_deployment_configures_its_engine(name: str) -> None:
     container = engine(name)
     role = "prefill" if "prefill" in name else "decode"
-    config = json.loads(container["args"][container["args"].index("--kv-transfer-config") + 1])
+    config = transfer_config(name)
     check_transfer_config(config)
+    assert config["engine_id"] == "pod-0"
+    assert config.get("kv_load_failure_policy") == {"prefill": None, "decode": "recompute"}[role]
+    assert "POD_NETWORK" in text_of("kubernetes/config.yaml")
+    assert config["kv_connector_extra_config"]["allowed_hosts"] == ["10.0.0.0/8"]
     assert config["kv_role"] == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
     labels = pod(name)["metadata"]["labels"]
     assert labels["llm-d.ai/role"] == labels["app.kubernetes.io/component"] == role
@@ -181,13 +209,84 @@ def test_names_and_ports_of_the_manifests_match() -> None:
         assert of_kind(name, "Deployment")["spec"]["selector"]["matchLabels"].items() <= labels.items()
 
 
+@pytest.mark.parametrize("name", [*DEPLOYMENTS, PROXY])
+def test_no_pod_has_more_rights_than_it_needs(name: str) -> None:
+    spec = pod(name)["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    assert not spec.keys() & {"hostNetwork", "hostIPC", "hostPID"}
+    security = spec["securityContext"]
+    assert security["runAsNonRoot"] is True
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in containers(name):
+        own = container["securityContext"]
+        assert own["allowPrivilegeEscalation"] is False
+        assert own["capabilities"] == {"drop": ["ALL"]}
+        assert not own.keys() & {"privileged", "runAsUser", "runAsNonRoot", "seccompProfile"}
+        resources = container["resources"]
+        assert size(resources["requests"]["memory"]) <= size(resources["limits"]["memory"])
+        if "proxy" in container["image"] and "llm-d" not in container["image"]:
+            assert own["readOnlyRootFilesystem"] is True
+
+
+@pytest.mark.parametrize("name", [*DEPLOYMENTS, PROXY])
+def test_pods_run_as_the_user_of_our_images(name: str) -> None:
+    security = pod(name)["spec"]["securityContext"]
+    for path in (ROOT / "docker").iterdir():
+        *_, user = re.findall(r"^USER (.+)$", path.read_text(), re.MULTILINE)
+        assert user == f"{security['runAsUser']}:{security['runAsGroup']}"
+        assert f"--uid {security['runAsUser']} " in path.read_text()
+
+
+def test_the_memory_of_an_engine_has_room_for_its_shared_memory() -> None:
+    for name in DEPLOYMENTS:
+        (shm,) = (each["emptyDir"] for each in pod(name)["spec"]["volumes"] if each["name"] == "shm")
+        assert size(shm["sizeLimit"]) < size(engine(name)["resources"]["requests"]["memory"])
+
+
+def test_the_memory_of_the_proxy_has_room_for_all_bodies() -> None:
+    container = engine(PROXY)
+    given = dict(word.removeprefix("--").split("=") for word in container["args"])
+    requests = int(given["max-concurrent-requests"]) + int(given["queue-size"])
+    bodies = COPIES * requests * int(given["max-payload-size"])
+    assert bodies + size("512Mi") <= size(container["resources"]["limits"]["memory"])
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_a_sidecar_serves_the_metrics_of_its_engine(name: str) -> None:
+    (sidecar,) = (each for each in pod(name)["spec"]["initContainers"] if each["name"] == "metrics")
+    http = engine(name)["ports"][0]["containerPort"]
+    (port,) = (each["containerPort"] for each in sidecar["ports"])
+    assert sidecar["restartPolicy"] == "Always"  # else it would be one that must end before the engine starts
+    assert sidecar["command"] == ["layerpush", "metrics"]
+    assert sidecar["args"] == [f"--engine=http://127.0.0.1:{http}", "--host=0.0.0.0", f"--port={port}"]
+    assert sidecar["image"] == engine(PROXY)["image"]
+
+
+@pytest.mark.parametrize("name", [*DEPLOYMENTS, PROXY])
+def test_our_programs_accept_their_arguments(name: str) -> None:
+    for container in containers(name):
+        words = [*container.get("command", ()), *container["args"]]
+        if words[0] == "layerpush":
+            check(Command(tuple(words), ()))
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "docker").iterdir()), ids=lambda path: path.stem)
 def test_a_dockerfile_names_only_files_and_extras_that_exist(path: Path) -> None:
     """No test builds it."""
     text = path.read_text()
-    for source in re.findall(r"^COPY (\S+) ", text, re.MULTILINE):
-        assert (ROOT / source).exists()
+    for sources in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
+        assert all((ROOT / source).exists() for source in sources.split())
     project = (ROOT / "pyproject.toml").read_text()
     for extra in re.findall(r"/src/layerpush\[(\w+)\]", text):
         assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
     assert f"-f docker/{path.name} " in text
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docker").iterdir()), ids=lambda path: path.stem)
+def test_a_base_image_needs_its_digest(path: Path) -> None:
+    """It has no default: without it the build fails. The comment says how to look it up."""
+    text = path.read_text()
+    (base,) = re.findall(r"^ARG DIGEST\nFROM (\S+)@\$\{DIGEST\}$", text, re.MULTILINE)
+    assert f"docker buildx imagetools inspect {base}\n" in text
+    assert "--build-arg DIGEST=sha256:" in text
+    assert text.count("FROM ") == 1

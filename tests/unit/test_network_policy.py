@@ -1,27 +1,33 @@
-"""Access to each port of P and D by the NetworkPolicies of the manifests, under the rules of Kubernetes."""
+"""Access to each port of P, D and proxy by the NetworkPolicies of the manifests, under the rules of Kubernetes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from ipaddress import ip_address, ip_network
+from typing import Any, Literal
 
 import pytest
 import yaml
 
-from layerpush.apps.files.command import MANIFESTS, text_of
+from layerpush.apps.files.command import MANIFESTS, POD_MONITOR, text_of
 
 Labels = Mapping[str, str]
-HERE, MONITORING, ELSEWHERE = "serving", "monitoring", "other"
-HTTP, BEHIND_THE_SIDECAR, SIDE_CHANNEL, UCX = 8000, 8200, 5600, 41234
+Way = Literal["ingress", "egress"]
+HERE, MONITORING, SYSTEM, ELSEWHERE = "serving", "monitoring", "kube-system", "other"
+HTTP, METRICS, BEHIND_THE_SIDECAR, SIDE_CHANNEL, UCX, DNS, HTTPS = 8000, 8001, 8200, 5600, 41234, 53, 443
+PEER = {"ingress": "from", "egress": "to"}
 PLAIN, WITH_LLM_D = MANIFESTS, (*MANIFESTS, "llm-d/decode.yaml")
 
 
 @dataclass(frozen=True)
 class Pod:
+    """A pod, or a host outside the cluster, which has an ``address`` alone."""
+
     labels: Labels = field(default_factory=dict)
     namespace: str = HERE
+    address: str = "10.1.2.3"
 
 
 @cache
@@ -55,9 +61,13 @@ def selects(selector: Mapping[str, Any], labels: Labels) -> bool:
     )
 
 
-def is_from(peer: Mapping[str, Any], source: Pod) -> bool:
+def is_peer(peer: Mapping[str, Any], source: Pod) -> bool:
     """A peer without a ``namespaceSelector`` is in the policy's namespace."""
-    assert peer.keys() <= {"podSelector", "namespaceSelector"}
+    assert peer.keys() <= {"podSelector", "namespaceSelector"} or peer.keys() == {"ipBlock"}
+    if "ipBlock" in peer:
+        address = ip_address(source.address)
+        block = peer["ipBlock"]
+        return address in ip_network(block["cidr"]) and not any(address in ip_network(each) for each in block["except"])
     if "namespaceSelector" in peer:
         namespace = selects(peer["namespaceSelector"], {"kubernetes.io/metadata.name": source.namespace})
     else:
@@ -65,17 +75,28 @@ def is_from(peer: Mapping[str, Any], source: Pod) -> bool:
     return namespace and selects(peer.get("podSelector", {}), source.labels)
 
 
-def admits(names: Sequence[str], source: Pod, target: Pod, port: int) -> bool:
-    """A pod that no policy selects admits all. Policies and their rules add up."""
+def allows(names: Sequence[str], way: Way, pod: Pod, other: Pod, port: int) -> bool:
+    """Whether ``pod`` may be reached by the other one, or may reach it. Policies and their rules add up. A pod that no
+    policy selects may do all. A rule without peers, or without ports, is for all.
+    """
     policies = [each["spec"] for each in documents(names, "NetworkPolicy")]
-    rules = [rule for spec in policies if selects(spec["podSelector"], target.labels) for rule in spec["ingress"]]
-    if not rules:
-        return True
-    return any(
-        any(is_from(peer, source) for peer in rule["from"])
+    mine = [
+        spec for spec in policies if selects(spec["podSelector"], pod.labels) and way.title() in spec["policyTypes"]
+    ]
+    return not mine or any(
+        (PEER[way] not in rule or any(is_peer(peer, other) for peer in rule[PEER[way]]))
         and ("ports" not in rule or port in [each["port"] for each in rule["ports"]])
-        for rule in rules
+        for spec in mine
+        for rule in spec[way]
     )
+
+
+def admits(names: Sequence[str], source: Pod, target: Pod, port: int) -> bool:
+    return allows(names, "ingress", target, source, port)
+
+
+def connects(names: Sequence[str], source: Pod, target: Pod, port: int) -> bool:
+    return allows(names, "egress", source, target, port) and admits(names, source, target, port)
 
 
 P, D, PROXY = (component(role) for role in ("prefill", "decode", "proxy"))
@@ -87,14 +108,42 @@ EPPS = [Pod({label: "pool-epp"}) for label in ("inferencepool", "llm-d-router-ga
 @pytest.mark.parametrize("names", [PLAIN, WITH_LLM_D], ids=["plain", "llm-d"])
 @pytest.mark.parametrize("target", [P, D], ids=["P", "D"])
 def test_engines_reach_each_other_and_the_proxy_reaches_their_servers(names: Sequence[str], target: Pod) -> None:
-    for port in (HTTP, SIDE_CHANNEL, UCX):
-        assert admits(names, P, target, port)
-        assert admits(names, D, target, port)
-        assert admits(names, PROXY, target, port) == (port == HTTP)
-        assert admits(names, PROMETHEUS, target, port) == (port == HTTP)
+    for port in (HTTP, METRICS, SIDE_CHANNEL, UCX):
+        assert connects(names, P, target, port)
+        assert connects(names, D, target, port)
+        assert connects(names, PROXY, target, port) == (port == HTTP)
         assert not admits(names, Pod(), target, port)
         assert not admits(names, Pod(PROXY.labels, ELSEWHERE), target, port)
-    assert admits(names, Pod(), PROXY, HTTP)
+
+
+@pytest.mark.parametrize("names", [PLAIN, WITH_LLM_D], ids=["plain", "llm-d"])
+@pytest.mark.parametrize("target", [P, D], ids=["P", "D"])
+def test_the_namespace_of_prometheus_reaches_metrics_and_no_api(names: Sequence[str], target: Pod) -> None:
+    reached = (HTTP, METRICS, BEHIND_THE_SIDECAR, SIDE_CHANNEL, UCX)
+    assert [port for port in reached if admits(names, PROMETHEUS, target, port)] == [METRICS]
+
+
+@pytest.mark.parametrize("source", [P, D], ids=["P", "D"])
+def test_an_engine_reaches_engines_dns_and_the_public_hosts_of_models_only(source: Pod) -> None:
+    """``kv_transfer_params`` and registrations name hosts to which engines connect."""
+    for port in (HTTP, SIDE_CHANNEL, UCX, DNS, HTTPS):
+        assert allows(PLAIN, "egress", source, Pod(namespace=SYSTEM), port) == (port == DNS)
+        assert allows(PLAIN, "egress", source, Pod(address="93.184.216.34", namespace=ELSEWHERE), port) == (
+            port == HTTPS
+        )
+        for address in ("10.1.2.3", "169.254.169.254", "192.168.0.1", "172.16.0.1", "100.64.0.1"):
+            assert not allows(PLAIN, "egress", source, Pod(address=address, namespace=ELSEWHERE), port)
+        assert not allows(PLAIN, "egress", source, PROXY, port)
+
+
+def test_the_proxy_has_one_port_and_reaches_engines_and_dns_only() -> None:
+    for port in (HTTP, METRICS, SIDE_CHANNEL, UCX, DNS, HTTPS):
+        for source in (Pod(), PROMETHEUS, Pod(namespace=ELSEWHERE)):
+            assert admits(PLAIN, source, PROXY, port) == (port == HTTP)
+        for engine in (P, D):
+            assert allows(PLAIN, "egress", PROXY, engine, port) == (port == HTTP)
+        assert allows(PLAIN, "egress", PROXY, Pod(namespace=SYSTEM), port) == (port == DNS)
+        assert not allows(PLAIN, "egress", PROXY, Pod(address="93.184.216.34", namespace=ELSEWHERE), port)
 
 
 @pytest.mark.parametrize("source", [GATEWAY, *EPPS], ids=lambda pod: next(iter(pod.labels)))
@@ -107,13 +156,17 @@ def test_llm_ds_gateway_and_epp_reach_the_servers_only(source: Pod, target: Pod)
     assert not admits(PLAIN, source, target, HTTP)
 
 
-def test_prometheus_reaches_each_port_of_the_pod_monitor() -> None:
-    """It also reaches the port of a D behind a sidecar."""
-    (monitor,) = documents(PLAIN, "PodMonitor")
-    names = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
-    for manifest in ("kubernetes/prefill.yaml", "kubernetes/decode.yaml", "llm-d/decode.yaml"):
-        (deployment,) = documents([manifest], "Deployment")
-        template = deployment["spec"]["template"]
-        (container,) = template["spec"]["containers"]
-        (port,) = (each["containerPort"] for each in container["ports"] if each["name"] in names)
-        assert admits(WITH_LLM_D, PROMETHEUS, Pod(template["metadata"]["labels"]), port)
+@pytest.mark.parametrize(
+    "manifest", ["kubernetes/prefill.yaml", "kubernetes/decode.yaml", "kubernetes/proxy.yaml", "llm-d/decode.yaml"]
+)
+def test_prometheus_reaches_the_port_of_one_pod_monitor(manifest: str) -> None:
+    (deployment,) = documents([manifest], "Deployment")
+    template = deployment["spec"]["template"]
+    pod = Pod(template["metadata"]["labels"])
+    (monitor,) = (
+        each["spec"] for each in documents([POD_MONITOR], "PodMonitor") if selects(each["spec"]["selector"], pod.labels)
+    )
+    (name,) = (endpoint["port"] for endpoint in monitor["podMetricsEndpoints"])
+    containers = (*template["spec"]["containers"], *template["spec"].get("initContainers", ()))
+    (port,) = (each["containerPort"] for one in containers for each in one["ports"] if each["name"] == name)
+    assert admits(WITH_LLM_D, PROMETHEUS, pod, port)

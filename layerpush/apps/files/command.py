@@ -10,21 +10,23 @@ from typing import Annotated, NoReturn
 import typer
 
 RULE = "prometheus-rule.yaml"
+POD_MONITOR = "kubernetes/pod-monitor.yaml"
 DESCRIPTIONS = {
     "alerts.yml": "Alert rules for Prometheus: list the file under rule_files.",
     "grafana.json": "Dashboard for Grafana: import it and choose the data source.",
     RULE: "The alert rules as a PrometheusRule, for the Prometheus Operator.",
-    "kubernetes": "Two P, two D, proxy, Services, a NetworkPolicy and a PodMonitor, all in one.",
+    "kubernetes": "Two P, two D, proxy, Services and NetworkPolicies, all in one.",
     "kubernetes/config.yaml": "ConfigMap with the model.",
     "kubernetes/prefill.yaml": "Deployment and headless Service of P.",
     "kubernetes/decode.yaml": "Deployment and headless Service of D.",
     "kubernetes/proxy.yaml": "Deployment and Service of the proxy.",
-    "kubernetes/network-policy.yaml": "Only P, D, the proxy and Prometheus reach an engine.",
-    "kubernetes/pod-monitor.yaml": "PodMonitor of P, D and proxy, for the Prometheus Operator.",
+    "kubernetes/network-policy.yaml": "NetworkPolicies of P and D, and of the proxy.",
+    POD_MONITOR: "PodMonitors of P and D, and of the proxy, for the Prometheus Operator.",
     "llm-d/decode.yaml": "D behind llm-d's sidecar, in the place of kubernetes/decode.yaml.",
 }
 WITH_ALERTS = ("alerts.yml", RULE)
-MANIFESTS = [name for name in DESCRIPTIONS if name.startswith("kubernetes/")]
+MANIFESTS = [name for name in DESCRIPTIONS if name.startswith("kubernetes/") and name != POD_MONITOR]
+"""In one: a cluster without the Prometheus Operator refuses a PodMonitor."""
 _RULE_HEAD = """\
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
