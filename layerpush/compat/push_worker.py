@@ -11,7 +11,7 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -25,6 +25,7 @@ from layerpush.compat.affinity import Affinity
 from layerpush.compat.facts import split_at
 from layerpush.compat.handshake import signed
 from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor
+from layerpush.compat.heartbeats import Heartbeats
 from layerpush.compat.leases import SendLeases, extend
 from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, refusal
 from layerpush.compat.stats import TransferStats
@@ -32,6 +33,7 @@ from layerpush.compat.whole_writes import WholeWrites
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.coverage import MismatchError
 from layerpush.core.layout import MAX_DESCRIPTORS
+from layerpush.core.wire import HEARTBEAT_PREFIX, Heartbeat
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.connections import Address, Handshake, Rank
 from layerpush.transport.link import Link
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 DEPARTED_KEPT = 1024
+DEPARTED_BYTES = 16 << 20
 MAX_REGIONS = 1 << 14
 SETUP_FAILED = "transfer_setup_failed"
 
@@ -91,9 +94,10 @@ class VllmPushWorker(NixlPushConnectorWorker):
         self._tasks: deque[tuple[str, Task]] = deque()
         self._noted: list[RankTarget] | None = None
         self._leases = SendLeases()
+        self._heartbeats = Heartbeats()
         self.transfer_stats = TransferStats()
         self._whole_writes = WholeWrites(self.transport, self.transfer_stats)
-        self._departed: BoundedDict[str, Any] = BoundedDict(DEPARTED_KEPT)
+        self._departed: BoundedDict[str, Any] = BoundedDict(DEPARTED_KEPT, DEPARTED_BYTES)
         self._handshakes: dict[str, Handshake] = {}
         self._handshake_errors = PeerErrors(logger)
         self._handshake_initiation_executor = HandshakeExecutor(self._handshake_initiation_executor, self._ranks_of)
@@ -192,9 +196,9 @@ class VllmPushWorker(NixlPushConnectorWorker):
         }
         self.task(partial(super()._send_heartbeats, snapshot))
 
-    def _handle_heartbeat(self, payload: str) -> None:
+    def _handle_heartbeat(self, _: str) -> None:
         until = time.perf_counter() + self._lease_extension
-        extend(self._reqs_to_send, set(payload.split(",")), until, self.may_lapse)
+        extend(self._reqs_to_send, self._heartbeats.take(), until, self.may_lapse)
 
     def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
         self._leases.reap(self._reqs_to_send, time.perf_counter(), self.has_writes_in_flight, self.lease_expired)
@@ -428,8 +432,13 @@ class VllmPushWorker(NixlPushConnectorWorker):
         if busy_wait.applied():
             engine_wake.wake(self.engine_id)
 
+    def heartbeat(self, message: Heartbeat) -> None:
+        """Hand the requests of a heartbeat to vLLM's main thread."""
+        if self._heartbeats.add(message.request_ids):
+            self.pass_on(HEARTBEAT_PREFIX)
+
     def pass_on(self, notification: bytes) -> None:
-        """Hand a heartbeat or a completion to vLLM's main thread."""
+        """Hand a completion, or the news of a heartbeat, to vLLM's main thread."""
         self._pending_completion_notifs.put(notification)
 
 
@@ -441,7 +450,7 @@ def _drained(inbox: queue.Queue[T]) -> Iterator[T]:
             return
 
 
-def _info_of(connected: Callable[..., Any], departed: dict[str, Any], engine_id: str, pp_rank: int = 0) -> Any:
+def _info_of(connected: Callable[..., Any], departed: Mapping[str, Any], engine_id: str, pp_rank: int = 0) -> Any:
     """vLLM's facts about an engine; after a disconnection, the last known ones."""
     try:
         return connected(engine_id, pp_rank)

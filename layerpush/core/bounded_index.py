@@ -38,7 +38,7 @@ class BoundedIndex(Generic[V]):
         self._entries: OrderedDict[int, _Entry[V]] = OrderedDict()
         """Oldest first. A plain dictionary slows down when entries leave it at the front."""
         self._named: dict[Hashable, dict[int, None]] = {}
-        self.size = 0
+        self.held_bytes = 0
         """Bytes of all values."""
 
     def __len__(self) -> int:
@@ -59,11 +59,11 @@ class BoundedIndex(Generic[V]):
         names = tuple(dict.fromkeys(names))
         number, size = next(self._numbers), ENTRY_BYTES + size_of(value) + size_of(names)
         self._entries[number] = _Entry(now + self._kept_s, value, names, size)
-        self.size += size
+        self.held_bytes += size
         for name in names:
             self._named.setdefault(name, {})[number] = None
         dropped = self.expire(now)
-        while len(self._entries) > self._limit or self.size > self._max_bytes:
+        while len(self._entries) > self._limit or self.held_bytes > self._max_bytes:
             dropped.append(self._drop(next(iter(self._entries))))
         return dropped
 
@@ -107,7 +107,7 @@ class BoundedIndex(Generic[V]):
 
     def _drop(self, number: int) -> V:
         entry = self._entries.pop(number)
-        self.size -= entry.size
+        self.held_bytes -= entry.size
         for name in entry.names:
             numbers = self._named[name]
             del numbers[number]

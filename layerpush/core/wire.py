@@ -31,7 +31,10 @@ vLLM begins like this, because its API server puts the kind of the endpoint befo
 """
 PEER_PREFIX = b"LAYERPUSH:"
 
-MAX_NOTIFICATION_BYTES = 4 << 20
+MAX_REGISTRATION_BYTES = 4 << 20
+MAX_HEARTBEAT_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 17
+"""Of every other message: an ``Unpack`` may have 4,096 parts of 26 bytes."""
 MAX_BLOCKS = 1 << 20
 MAX_GROUPS = 1024
 MAX_HEARTBEAT_IDS = 1 << 16
@@ -39,7 +42,7 @@ MAX_ID_CHARS = 1024
 MAX_REASON_CHARS = 1000
 MAX_RANK_DIGITS = 6
 MAX_PARTS = 4096
-MAX_COMPUTED = 64
+MAX_COMPUTED = 16
 MAX_PORT = 65535
 MAX_TP_SIZE = 1024
 MAX_CONTACT_BYTES = 1 << 16
@@ -328,8 +331,10 @@ _peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(Pe
 
 def read(notification: bytes) -> Message:
     """Decode a notification. Raises ``WireError`` if it is invalid, and nothing else."""
-    if len(notification) > MAX_NOTIFICATION_BYTES:
-        raise WireError(f"a notification has {len(notification)} bytes, more than {MAX_NOTIFICATION_BYTES}")
+    limits = {REGISTRATION_PREFIX: MAX_REGISTRATION_BYTES, HEARTBEAT_PREFIX: MAX_HEARTBEAT_BYTES}
+    limit = next((most for prefix, most in limits.items() if notification.startswith(prefix)), MAX_MESSAGE_BYTES)
+    if len(notification) > limit:
+        raise WireError(f"a notification has {len(notification)} bytes, more than {limit}")
     if notification.startswith(REGISTRATION_PREFIX):
         return decode_registration(notification)
     if notification.startswith(PEER_PREFIX):

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import NamedTuple
 
+from layerpush.core.bounded_index import BoundedIndex
 from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, FirstToken, Queued, Unpack, Unregistered
 
 KEPT_S = 30.0
 KEPT = 65536
+KEPT_BYTES = 64 << 20
 
 LoadMessage = Accepted | FirstToken | Fail | Cancelled | Completion | Queued | Unpack | Unregistered
 """The messages of prefill ranks about loads."""
 
 
 class EarlyMessage(NamedTuple):
-    """A message, its sender's agent, its notification, and the time in seconds at which it is dropped."""
+    """A message, its sender's agent, and the notification of a completion, which vLLM gets as it came."""
 
-    deadline: float
     sender: str
     message: LoadMessage
     payload: bytes
@@ -27,25 +27,22 @@ class EarlyMessages:
     """Any rank's registration may start the push for all, so a rank that is a step behind may get messages early."""
 
     def __init__(self) -> None:
-        self._messages: deque[EarlyMessage] = deque()
+        self._messages: BoundedIndex[EarlyMessage] = BoundedIndex(KEPT, KEPT_BYTES, KEPT_S)
 
     def __len__(self) -> int:
         return len(self._messages)
 
-    def add(self, sender: str, message: LoadMessage, payload: bytes, now: float) -> None:
-        """Keep a message for ``KEPT_S`` seconds. ``payload`` is the notification that it came in."""
-        self._messages.append(EarlyMessage(now + KEPT_S, sender, message, payload))
+    def add(self, sender: str, message: LoadMessage, payload: bytes, now: float) -> list[EarlyMessage]:
+        """Keep a message for ``KEPT_S`` seconds. ``payload`` is the notification that it came in. Returns the messages
+        that are dropped because they are too old, too many or too large.
+        """
+        kept = payload if isinstance(message, Completion) else b""
+        return self._messages.add(EarlyMessage(sender, message, kept), [message.request_id], now)
 
     def take(self, request_id: str) -> list[EarlyMessage]:
         """Remove and return the messages about this request, in the order in which they came."""
-        taken = [early for early in self._messages if early.message.request_id == request_id]
-        if taken:
-            self._messages = deque(early for early in self._messages if early.message.request_id != request_id)
-        return taken
+        return self._messages.drop([request_id])
 
     def expire(self, now: float) -> list[EarlyMessage]:
-        """Remove and return the messages that are too old, and the oldest of more than ``KEPT``."""
-        expired = []
-        while self._messages and (self._messages[0].deadline <= now or len(self._messages) > KEPT):
-            expired.append(self._messages.popleft())
-        return expired
+        """Remove and return the messages that are too old."""
+        return self._messages.expire(now)

@@ -44,7 +44,7 @@ from layerpush.core.wire import (
     encode,
     encode_registration,
 )
-from layerpush.decode.early_messages import EarlyMessages, LoadMessage
+from layerpush.decode.early_messages import EarlyMessage, EarlyMessages, LoadMessage
 from layerpush.decode.load import Load
 from layerpush.decode.outcomes import LoadHost, Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
@@ -166,7 +166,7 @@ class Loads:
             if load is None and isinstance(message, FirstToken):
                 return  # the load is over, so its token is of no use
             if not isinstance(message, Cancelled | Queued | Unregistered):
-                self._early.add(sender, message, payload, now)
+                self._dropped(self._early.add(sender, message, payload, now), now)
         elif sender not in load.session.agents:
             text = f"agent {sender} reports on {message.request_id}, which is not registered with it"
             self._peer_errors.add("foreign word", text, now)
@@ -194,11 +194,14 @@ class Loads:
         for answer in self._unpacking.ended():
             if answer.message is not None:  # if it is lost, the prefill rank asks again
                 self.peers.connections.notify(answer.agent, encode(answer.message))
-        for early in self._early.expire(now):
+        self._dropped(self._early.expire(now), now)
+        self._outcomes.tick(now)
+
+    def _dropped(self, messages: Sequence[EarlyMessage], now: float) -> None:
+        for early in messages:
             if isinstance(early.message, Completion):
                 text = f"agent {early.sender} completes {early.message.request_id}, which does not wait"
                 self._peer_errors.add("late completion", text, now)
-        self._outcomes.tick(now)
 
     def _on_registered(self, load: Load, events: Sequence[Event], now: float) -> None:
         request_id = load.session.request_id

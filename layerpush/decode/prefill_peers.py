@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 IDENTIFIED_KEPT = 4096
+IDENTIFIED_BYTES = 8 << 20
 
 
 class PrefillPeers:
@@ -46,7 +47,7 @@ class PrefillPeers:
         self._probe = probe
         self._recorder = recorder
         self._pings = 0
-        self._identified: BoundedDict[str, None] = BoundedDict(IDENTIFIED_KEPT)
+        self._identified: BoundedDict[str, None] = BoundedDict(IDENTIFIED_KEPT, IDENTIFIED_BYTES)
 
     # Agents.
 

@@ -32,7 +32,10 @@ from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.connections import Address, Connections, Probe
 
 HELD = 4096
+HELD_BYTES = 128 << 20
+WITHHELD_BYTES = 16 << 20
 LOST_KEPT = 4096
+LOST_BYTES = 8 << 20
 ANSWERS_KEPT_S = 60.0
 CONTACTS_KEPT = 4096
 CONTACTS_BYTES = 16 << 20
@@ -49,9 +52,9 @@ class DecodePeers:
         self._probe = probe
         self._peer_errors = peer_errors
         self._closing: dict[str, str] = {}
-        self._lost: BoundedDict[str, None] = BoundedDict(LOST_KEPT)
-        self._withheld: dict[str, list[tuple[float, Address, Answer]]] = {}
-        self._held: dict[str, list[tuple[str, Registration]]] = {}
+        self._lost: BoundedDict[str, None] = BoundedDict(LOST_KEPT, LOST_BYTES)
+        self._withheld: BoundedIndex[tuple[Address, Answer]] = BoundedIndex(HELD, WITHHELD_BYTES, ANSWERS_KEPT_S)
+        self._held: BoundedIndex[tuple[str, Registration]] = BoundedIndex(HELD, HELD_BYTES)
         self._contacts: BoundedIndex[tuple[str, bytes]] = BoundedIndex(CONTACTS_KEPT, CONTACTS_BYTES)
         """Each agent's, by engine, and by engine and agent."""
 
@@ -74,7 +77,7 @@ class DecodePeers:
         engine_id = address.engine_id
         send_unconnected = partial(self._send_end_unconnected, address, message)
         if engine_id in self._closing or engine_id in self._lost:
-            self._withheld.setdefault(engine_id, []).append((now + ANSWERS_KEPT_S, address, message))
+            self._withheld.add((address, message), [engine_id], now)
         elif not connect and not self._connections.agents(engine_id):
             if not self._send_unconnected(address, message) and isinstance(message, Fail | Cancelled):
                 self._connections.notify_by_search(address, encode(message))
@@ -116,7 +119,7 @@ class DecodePeers:
     def found(self, engine_id: str, now: float) -> None:
         """A decode engine lives: send the answers that were kept for it, if need be over a new connection."""
         self._lost.pop(engine_id, None)
-        for _, address, message in self._withheld.pop(engine_id, []):
+        for address, message in self._withheld.drop([engine_id]):
             self._connections.broadcast(address, encode(message), now)
 
     def lost(self, engine_id: str) -> None:
@@ -134,10 +137,9 @@ class DecodePeers:
 
     def hold(self, sender: str, registration: Registration) -> bool:
         """Keep a registration until a probe has ended or the connection is gone; True if it is the engine's first."""
-        held = self._held.setdefault(registration.decode_engine_id, [])
-        if len(held) < HELD:
-            held.append((sender, registration))
-        return len(held) == 1
+        is_first = registration.decode_engine_id not in self._held
+        self._held.add((sender, registration), [registration.decode_engine_id])
+        return is_first
 
     def holds(self, engine_id: str) -> bool:
         """Whether registrations of this engine are held."""
@@ -145,11 +147,11 @@ class DecodePeers:
 
     def take_held(self, engine_id: str) -> list[tuple[str, Registration]]:
         """Remove and return the held registrations of this engine, each with its sender."""
-        return self._held.pop(engine_id, [])
+        return self._held.drop([engine_id])
 
     def probe(self, engine_id: str, agent: str, on_verdict: Callable[[Verdict, float], None]) -> None:
         """Probe whether the process that we are connected to still runs under this name."""
-        address = self._connections.address(engine_id) or address_of(self._held[engine_id][0][1])
+        address = self._connections.address(engine_id) or address_of(self._held.find([engine_id])[0][1])
         rank = self._connections.rank_of(engine_id, agent)
         if rank is not None:
             self._probe(agent, rank, address, on_verdict)
@@ -165,10 +167,7 @@ class DecodePeers:
 
     def tick(self, now: float) -> Iterator[str]:
         """Forget old answers; drop connections that can be dropped by now, and yield the ids of their engines."""
-        for engine_id, answers in list(self._withheld.items()):
-            self._withheld[engine_id] = [answer for answer in answers if answer[0] > now][-HELD:]
-            if not self._withheld[engine_id]:
-                del self._withheld[engine_id]
+        self._withheld.expire(now)
         for engine_id, reason in list(self._closing.items()):
             self._writer.fail_engine(engine_id, reason)
             if engine_id not in self._writer.engines_in_flight:

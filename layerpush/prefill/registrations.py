@@ -30,6 +30,7 @@ from layerpush.core.request_index import RequestIndex
 from layerpush.core.request_names import Named, RequestNames, of_transfer
 from layerpush.core.wire import (
     MAX_COMPUTED,
+    MAX_TP_SIZE,
     Accepted,
     Cancel,
     Cancelled,
@@ -52,6 +53,8 @@ from layerpush.transport.connections import Address, Connections, Probe
 logger = logging.getLogger(f"vllm.{__name__}")
 
 REMEMBERED = 4096
+REMEMBERED_BYTES = 32 << 20
+"""Of each table."""
 UNWANTED_BYTES = 32 << 20
 ENDED_S = 60.0
 ENDED_KEPT = 1 << 16
@@ -61,6 +64,8 @@ ELSEWHERE_S = 10.0
 PROBES = 5
 LOOK_EVERY_S = 0.25
 QUEUED_EVERY_S = 1.0
+NAMED_CHARS = 256
+"""``Queued`` leaves out longer names, to stay small."""
 QUEUED_VERSION = 2
 """The version of our messages that has ``Queued``, ``Unregister`` and ``Unregistered``."""
 OTHER_PROMPT_S = 0.5
@@ -85,7 +90,9 @@ class _Registered:
     accepted: bool = False
 
     def also(self, sender: str, window: Window | None) -> _Registered:
-        """A copy with another rank's window added; the first of each rank counts."""
+        """A copy with another rank's window added; the first of each rank counts, and of the first ranks only."""
+        if len(self.windows) >= MAX_TP_SIZE:
+            return self
         return dataclasses.replace(self, windows={sender: window, **self.windows})
 
     def is_equal(self, registration: Registration) -> bool:
@@ -126,13 +133,13 @@ class Registrations:
         """Whether the engine's queue waits for free blocks. The main thread sets it."""
         self._prompt_waits = False
         self._on_withdrawn = on_withdrawn
-        self._served: BoundedDict[Key, str] = BoundedDict(REMEMBERED)
-        self._answers: BoundedDict[Key, Answer] = BoundedDict(REMEMBERED)
+        self._served: BoundedDict[Key, str] = BoundedDict(REMEMBERED, REMEMBERED_BYTES)
+        self._answers: BoundedDict[Key, Answer] = BoundedDict(REMEMBERED, REMEMBERED_BYTES)
         """The last answers to registrations that no push will serve any more."""
-        self._senders: BoundedDict[Key, _Registered] = BoundedDict(REMEMBERED)
+        self._senders: BoundedDict[Key, _Registered] = BoundedDict(REMEMBERED, REMEMBERED_BYTES)
         self._unwanted: BoundedIndex[Named] = BoundedIndex(REMEMBERED, UNWANTED_BYTES, KEPT_S)
         """Cancelled, declined and refused requests that were not here."""
-        self._failures: dict[str, tuple[float, str]] = {}
+        self._failures: BoundedDict[str, tuple[float, str]] = BoundedDict(ENDED_KEPT, ENDED_BYTES)
         self._ended = RequestIndex(base_id, ENDED_KEPT, ENDED_BYTES, ENDED_S)
 
     @property
@@ -425,7 +432,7 @@ class Registrations:
 
     def _names_of(self, request_ids: list[str]) -> tuple[str, ...]:
         names = {self._names.base(each) for each in request_ids} | set(map(self._transfer_of, request_ids))
-        return tuple(sorted(name for name in names if name))[:MAX_COMPUTED]
+        return tuple(sorted(name for name in names if name and len(name) <= NAMED_CHARS))[:MAX_COMPUTED]
 
     def _withdraw(self, request_id: str | None, named: Named | None, now: float) -> None:
         self._take_arrivals(now)
@@ -457,8 +464,7 @@ class Registrations:
         return reason if transfer is not None and deadline > now and not lives else None
 
     def _note_failure(self, name: str, until: float, reason: str) -> None:
-        self._failures.pop(name, None)
-        self._failures[name] = until, reason
+        self._failures.note(name, (until, reason))
 
     def _transfer_of(self, request_id: str) -> str | None:
         """The ``transfer_id`` of a request that is here, or was a short while ago."""
@@ -471,7 +477,10 @@ class Registrations:
                 self._refuse(registration, reason, now)
 
     def _refuse(self, registration: Registration, reason: str, now: float) -> None:
-        logger.warning("layerpush: no push for %s: %s", registration.request_id, reason)
+        if reason == NO_REQUEST:  # anybody may cause many of these
+            self._peer_errors.add("unknown request", f"no push for {registration.request_id}: {reason}", now)
+        else:
+            logger.warning("layerpush: no push for %s: %s", registration.request_id, reason)
         if registration.layerpush:
             message = Fail(registration.request_id, 0, one_line(reason), True)
             self._answers.note(registration.key, message)

@@ -20,6 +20,7 @@ from layerpush.prefill.layer_interval import LayerInterval
 from layerpush.prefill.push import Push
 
 LINKS_KEPT = 256
+LINKS_BYTES = 1 << 20
 """Decode engines whose speed is remembered."""
 FRESH_S = 1.0
 """Seconds after a WRITE has landed for which its link needs no probe."""
@@ -31,7 +32,7 @@ class StepSchedule:
     def __init__(self, layers: int, interval: LayerInterval) -> None:
         self._layers = self._hooked = layers
         self._interval = interval
-        self._links: BoundedDict[str, LinkSpeed] = BoundedDict(LINKS_KEPT)
+        self._links: BoundedDict[str, LinkSpeed] = BoundedDict(LINKS_KEPT, LINKS_BYTES)
         self._leave_at: dict[str, float] = {}
         self._scheduled: list[LinkSpeed] = []
 

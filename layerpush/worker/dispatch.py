@@ -2,7 +2,7 @@
 
     from D     ``Registration``, ``Cancel``, ``Unregister``, ``Decline``, ``Ping``       ``Registrations``
                ``Unpacked``                                                            the packer of pushes
-               ``Heartbeat``                                                           vLLM's inbox, as it came
+               ``Heartbeat``                                                           vLLM's main thread
     from P     ``Accepted``, ``FirstToken``, ``Fail``, ``Cancelled``, ``Unpack``,
                ``Queued``, ``Unregistered``                                            ``Loads``
                ``Completion``                                                          ``Loads``, with its notification
@@ -18,9 +18,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from layerpush.core.wire import (
+    MAX_ID_CHARS,
     Accepted,
     Cancel,
     Cancelled,
@@ -51,10 +53,11 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 LANDED = Completion | Unpack
 """Messages that announce bytes in our device's memory."""
+MESSAGES_PER_TURN = 256
 
 
 class Dispatcher:
-    """``unpacked`` gets each ``Unpacked`` and its sender, ``heartbeat`` the bytes of each heartbeat.
+    """``unpacked`` gets each ``Unpacked`` and its sender, ``heartbeat`` each heartbeat.
 
     ``flush`` makes WRITEs that landed before a notification visible to our device, or raises ``CudaError``: see
     ``transport.cuda``.
@@ -66,7 +69,7 @@ class Dispatcher:
         registrations: Registrations,
         loads: Loads,
         unpacked: Callable[[str, Unpacked], None],
-        heartbeat: Callable[[bytes], None],
+        heartbeat: Callable[[Heartbeat], None],
         peer_errors: PeerErrors,
         flush: Callable[[], None],
     ) -> None:
@@ -77,9 +80,15 @@ class Dispatcher:
         self._heartbeat = heartbeat
         self._peer_errors = peer_errors
         self._flush = flush
+        self._waiting: deque[tuple[str, bytes]] = deque()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether notifications wait for the next turn."""
+        return bool(self._waiting)
 
     def deliver(self) -> None:
-        """Hand over everything that has arrived."""
+        """Hand over notifications that have arrived, at most ``MESSAGES_PER_TURN``: pushes must go on in a flood."""
         arrived = list(self._read())
         failure = self._flushed() if any(isinstance(message, LANDED) for _, message, _, _ in arrived) else None
         for agent, message, payload, now in arrived:
@@ -104,6 +113,9 @@ class Dispatcher:
     def _read(self) -> Iterator[tuple[str, Message, bytes, float]]:
         for agent, payload in self._arrived():
             now = time.perf_counter()
+            if len(agent) > MAX_ID_CHARS:
+                self._peer_errors.add("bad notification", f"an agent's name has {len(agent)} characters", now)
+                continue
             try:
                 yield agent, read(payload), payload, now
             except WireError as error:
@@ -132,13 +144,19 @@ class Dispatcher:
             case Unpacked():
                 self._unpacked(agent, message)
             case Heartbeat():
-                self._heartbeat(payload)
+                self._heartbeat(message)
             case Accepted() | FirstToken() | Fail() | Cancelled() | Completion() | Unpack() | Queued() | Unregistered():
                 self._loads.on_message(agent, message, payload, now)
             case Pong():
                 self._loads.peers.on_message(agent, now, identified=True)
 
     def _arrived(self) -> list[tuple[str, bytes]]:
+        """The next notifications. More are read from NIXL when all that were read are handed over."""
+        if not self._waiting:
+            self._waiting.extend(self._notifications())
+        return [self._waiting.popleft() for _ in range(min(MESSAGES_PER_TURN, len(self._waiting)))]
+
+    def _notifications(self) -> list[tuple[str, bytes]]:
         try:
             return self._transport.notifications()
         except TransportError as error:

@@ -187,7 +187,7 @@ class LayerwisePushWorker(VllmPushWorker):
             self.registrations,
             self.loads,
             packing.unpacked,
-            self.pass_on,
+            self.heartbeat,
             peer_errors,
             cuda.rdma_flush(self._cuda, device),
         )

@@ -133,6 +133,8 @@ class WriterThread:
 
     def _poll_timeout(self) -> float:
         """The writer's longest sleep, in seconds."""
+        if self._dispatcher.is_behind:
+            return 0.0
         peers = NOTIFICATION_POLL_S if self._loads.is_waiting else IDLE_POLL_S
         pushes = self._pushes.poll_timeout
         return peers if pushes is None else min(pushes, peers)

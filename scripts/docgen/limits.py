@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerpush.apps.proxy import body, connection, discovery, legs, sse
-from layerpush.compat import handshake, handshake_executor, push_worker
+from layerpush.compat import handshake, handshake_executor, heartbeats, push_worker
 from layerpush.core import arrivals, pending_registrations, request_params, wire
 from layerpush.decode import early_messages, prefill_peers
 from layerpush.prefill import decode_peers, registrations, step_schedule
@@ -11,15 +11,20 @@ from layerpush.telemetry import peer_errors, spans, trace_file
 from layerpush.telemetry.metrics import endings, tally
 from layerpush.transport import connections, nixl
 from layerpush.transport.packing import unpacker
-from layerpush.worker import side_channel, side_channel_probe, worker
+from layerpush.worker import dispatch, side_channel, side_channel_probe, worker
 from scripts.docgen.tables import table
 
 _FORGOTTEN, _DROPPED, _NO_ANSWER = "the oldest is forgotten", "dropped, logged", "counts as no answer"
+_ID_BYTES = 4 * wire.MAX_ID_CHARS
+"""Of the longest id."""
 
 # Limited thing; maximum, its unit; effect beyond it.
 MESSAGES = (
-    ("a notification", wire.MAX_NOTIFICATION_BYTES, "bytes", _DROPPED),
-    ("an id, an engine's name", wire.MAX_ID_CHARS, "characters", _DROPPED),
+    ("a registration", wire.MAX_REGISTRATION_BYTES, "bytes", _DROPPED),
+    ("a heartbeat", wire.MAX_HEARTBEAT_BYTES, "bytes", _DROPPED),
+    ("any other notification", wire.MAX_MESSAGE_BYTES, "bytes", _DROPPED),
+    ("notifications in a turn of the writer thread", dispatch.MESSAGES_PER_TURN, "", "the next turn takes them"),
+    ("an id, the name of an engine or agent", wire.MAX_ID_CHARS, "characters", _DROPPED),
     ("a host", wire.MAX_HOST_CHARS, "characters", _DROPPED),
     ("blocks of a registration", wire.MAX_BLOCKS, "", _DROPPED),
     ("KV cache groups of a registration", wire.MAX_GROUPS, "", _DROPPED),
@@ -57,69 +62,196 @@ MESSAGES = (
     ("the proxy: engines of a DNS name", discovery.MAX_ADDRESSES, "", "not used, logged"),
 )
 
-# Side; table; entries; seconds; effect beyond them.
+# Side; table; entries; bytes; seconds; effect beyond them.
 TABLES = (
     (
         "P",
         "registrations whose request has not begun",
         pending_registrations.KEPT,
+        pending_registrations.KEPT_BYTES,
         pending_registrations.KEPT_S,
         "the oldest is refused",
     ),
-    ("P", "registrations that a push belongs to", registrations.REMEMBERED, None, _FORGOTTEN),
-    ("P", "senders of registrations that are over", registrations.REMEMBERED, None, _FORGOTTEN),
-    ("P", "last answers to registrations", registrations.REMEMBERED, None, _FORGOTTEN),
     (
         "P",
-        "registrations cancelled before their request came",
+        "registrations that a push belongs to",
         registrations.REMEMBERED,
+        registrations.REMEMBERED_BYTES,
+        None,
+        _FORGOTTEN,
+    ),
+    (
+        "P",
+        "senders of registrations that are over",
+        registrations.REMEMBERED,
+        registrations.REMEMBERED_BYTES,
+        None,
+        _FORGOTTEN,
+    ),
+    ("P", "last answers to registrations", registrations.REMEMBERED, registrations.REMEMBERED_BYTES, None, _FORGOTTEN),
+    (
+        "P",
+        "registrations cancelled or declined before their request came",
+        registrations.REMEMBERED,
+        registrations.UNWANTED_BYTES,
         pending_registrations.KEPT_S,
         _FORGOTTEN,
     ),
     (
         "P",
-        "answers to a D whose connection was lost",
+        "answers to decode engines whose connection was lost",
         decode_peers.HELD,
+        decode_peers.WITHHELD_BYTES,
         decode_peers.ANSWERS_KEPT_S,
-        "forgotten",
+        _FORGOTTEN,
     ),
-    ("P", "reasons of requests that ended without a completion", None, registrations.ENDED_S, "forgotten"),
-    ("P", "requests that ended", None, registrations.ENDED_S, "forgotten"),
-    ("P", "registrations of a D that may have restarted", decode_peers.HELD, None, "the newest is dropped"),
-    ("P", "agents of D to reach without a handshake", decode_peers.CONTACTS_KEPT, None, _FORGOTTEN),
-    ("both", "agents that were notified without a handshake", nixl.MET_KEPT, None, "no more are notified so"),
-    ("P", "speeds of links to decode engines", step_schedule.LINKS_KEPT, None, _FORGOTTEN),
-    ("P", "requests that have come", arrivals.KEPT, None, _FORGOTTEN),
-    ("P", "digests of prompts", worker.DIGESTS_KEPT, None, _FORGOTTEN),
-    ("both", "trace headers of requests", spans.HEADERS_KEPT, None, _FORGOTTEN),
-    ("both", "records that wait for the trace file", trace_file.QUEUE_LIMIT, None, "the newest is dropped, counted"),
+    (
+        "P",
+        "reasons of requests that ended without a completion",
+        registrations.ENDED_KEPT,
+        registrations.ENDED_BYTES,
+        registrations.ENDED_S,
+        _FORGOTTEN,
+    ),
+    (
+        "P",
+        "requests that ended",
+        registrations.ENDED_KEPT,
+        registrations.ENDED_BYTES,
+        registrations.ENDED_S,
+        _FORGOTTEN,
+    ),
+    (
+        "P",
+        "registrations of a D that may have restarted",
+        decode_peers.HELD,
+        decode_peers.HELD_BYTES,
+        None,
+        "the oldest is dropped",
+    ),
+    (
+        "P",
+        "decode engines whose connection was lost",
+        decode_peers.LOST_KEPT,
+        decode_peers.LOST_BYTES,
+        None,
+        _FORGOTTEN,
+    ),
+    (
+        "P",
+        "agents of D to reach without a handshake",
+        decode_peers.CONTACTS_KEPT,
+        decode_peers.CONTACTS_BYTES,
+        None,
+        _FORGOTTEN,
+    ),
+    (
+        "both",
+        "agents that were notified without a handshake",
+        nixl.MET_KEPT,
+        nixl.MET_KEPT * wire.MAX_CONTACT_BYTES,
+        None,
+        "no more are notified so",
+    ),
+    ("P", "requests of heartbeats, for the next step", heartbeats.KEPT, heartbeats.KEPT * _ID_BYTES, None, "dropped"),
+    ("P", "speeds of links to decode engines", step_schedule.LINKS_KEPT, step_schedule.LINKS_BYTES, None, _FORGOTTEN),
+    ("P", "requests that have come", arrivals.KEPT, arrivals.KEPT_BYTES, None, _FORGOTTEN),
+    ("P", "digests of prompts", worker.DIGESTS_KEPT, worker.DIGESTS_KEPT * _ID_BYTES, None, _FORGOTTEN),
+    ("both", "trace headers of requests", spans.HEADERS_KEPT, None, None, _FORGOTTEN),
+    (
+        "both",
+        "records that wait for the trace file",
+        trace_file.QUEUE_LIMIT,
+        None,
+        None,
+        "the newest is dropped, counted",
+    ),
     (
         "both",
         "chunks, layers and WRITEs in those records",
         trace_file.ROWS_LIMIT,
         None,
+        None,
         "the newest is dropped, counted",
     ),
-    ("D", "agents that speak layerpush", prefill_peers.IDENTIFIED_KEPT, None, _FORGOTTEN),
-    ("D", "messages about requests before their registration", early_messages.KEPT, early_messages.KEPT_S, _DROPPED),
-    ("D", "answers to `Unpack`", unpacker.ANSWERS_KEPT, None, _FORGOTTEN),
-    ("D", "declines that wait for P's address", side_channel_probe.MAX_SEARCHING, None, "dropped: P's lease ends"),
+    (
+        "D",
+        "agents that speak layerpush",
+        prefill_peers.IDENTIFIED_KEPT,
+        prefill_peers.IDENTIFIED_BYTES,
+        None,
+        _FORGOTTEN,
+    ),
+    (
+        "D",
+        "messages about requests before their registration",
+        early_messages.KEPT,
+        early_messages.KEPT_BYTES,
+        early_messages.KEPT_S,
+        _DROPPED,
+    ),
+    ("D", "answers to `Unpack`, for each agent", unpacker.ANSWERS_KEPT, unpacker.ANSWERS_BYTES, None, _FORGOTTEN),
+    ("D", "agents that got such answers", unpacker.AGENTS_KEPT, unpacker.AGENTS_BYTES, None, _FORGOTTEN),
+    (
+        "D",
+        "declines that wait for P's address",
+        side_channel_probe.MAX_SEARCHING,
+        None,
+        None,
+        "dropped: P's lease ends",
+    ),
     (
         "both",
         "connections to a side channel; fewer if the process may open few files",
         side_channel.MAX_CONNECTIONS,
+        side_channel.MAX_CONNECTIONS * side_channel.MAX_QUERY_BYTES,
         side_channel.IDLE_S,
         "an old one is closed, of the host with the most",
     ),
-    ("both", "messages that wait for a handshake", connections.WAITING_KEPT, None, "the newest is dropped, logged"),
-    ("both", "handshakes", handshake_executor.MAX_HANDSHAKES, None, "the newest fails, logged"),
-    ("both", "handshakes with one host", handshake_executor.MAX_WITH_HOST, None, "the newest fails, logged"),
-    ("both", "handshakes that run", handshake_executor.MAX_RUNNING, None, "the newest waits"),
-    ("both", "handshakes with one host that run", handshake_executor.MAX_RUNNING_WITH_HOST, None, "the newest waits"),
-    ("both", "probes that wait", side_channel_probe.MAX_PENDING, None, _NO_ANSWER),
-    ("both", "ends of pushes and loads that not all ranks have reported", None, endings.KEPT_S, "counted as they are"),
-    ("both", "label values of a counter", tally.MAX_LABEL_VALUES, None, "counted as one, `other`"),
-    ("both", "geometry of disconnected engines", push_worker.DEPARTED_KEPT, None, _FORGOTTEN),
+    (
+        "both",
+        "messages that wait for a handshake",
+        connections.WAITING_KEPT,
+        None,
+        None,
+        "the newest is dropped, logged",
+    ),
+    ("both", "handshakes", handshake_executor.MAX_HANDSHAKES, None, None, "the newest fails, logged"),
+    ("both", "handshakes with one host", handshake_executor.MAX_WITH_HOST, None, None, "the newest fails, logged"),
+    ("both", "handshakes that run", handshake_executor.MAX_RUNNING, None, None, "the newest waits"),
+    (
+        "both",
+        "handshakes with one host that run",
+        handshake_executor.MAX_RUNNING_WITH_HOST,
+        None,
+        None,
+        "the newest waits",
+    ),
+    (
+        "both",
+        "probes that wait",
+        side_channel_probe.MAX_PENDING,
+        None,
+        None,
+        _NO_ANSWER,
+    ),
+    (
+        "both",
+        "ends of pushes and loads that not all ranks have reported",
+        None,
+        None,
+        endings.KEPT_S,
+        "counted as they are",
+    ),
+    ("both", "label values of a counter", tally.MAX_LABEL_VALUES, None, None, "counted as one, `other`"),
+    (
+        "both",
+        "geometry of disconnected engines",
+        push_worker.DEPARTED_KEPT,
+        push_worker.DEPARTED_BYTES,
+        None,
+        _FORGOTTEN,
+    ),
 )
 
 
@@ -132,8 +264,11 @@ def messages() -> str:
 
 def tables() -> str:
     """The bounded tables, for the page on failures."""
-    rows = [(side, what, _shown(number), _shown(age, "seconds"), then) for side, what, number, age, then in TABLES]
-    return table(("side", "table", "entries", "kept for", "then"), rows)
+    rows = [
+        (side, what, _shown(number), _shown(size, "bytes"), _shown(age, "seconds"), then)
+        for side, what, number, size, age, then in TABLES
+    ]
+    return table(("side", "table", "entries", "bytes", "kept for", "then"), rows)
 
 
 def _shown(number: float | None, unit: str = "") -> str:

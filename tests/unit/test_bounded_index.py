@@ -29,7 +29,7 @@ def test_dropped_values_leave_nothing_behind() -> None:
     assert index.drop_if(lambda value: "y" in value) == [("c", "y")]
     assert index.find(["x", "y"]) == [("a", "x")]
     index.drop(["a"])
-    assert (len(index), index.size, index._named) == (0, 0, {})
+    assert (len(index), index.held_bytes, index._named) == (0, 0, {})
 
 
 def test_the_oldest_values_are_dropped_beyond_either_limit() -> None:
@@ -37,10 +37,10 @@ def test_the_oldest_values_are_dropped_beyond_either_limit() -> None:
     index = index_of(max_bytes=5 * ENTRY_BYTES)
     texts = [(letter * ENTRY_BYTES,) for letter in "abc"]
     assert [index.add(text, text) for text in texts] == [[], [texts[0]], [texts[1]]]
-    assert 3 * ENTRY_BYTES < index.size <= 5 * ENTRY_BYTES
+    assert 3 * ENTRY_BYTES < index.held_bytes <= 5 * ENTRY_BYTES
     huge = ("d" * 5 * ENTRY_BYTES,)
     assert index.add(huge, huge) == [texts[2], huge]
-    assert index.size == 0
+    assert index.held_bytes == 0
 
 
 def test_values_expire() -> None:

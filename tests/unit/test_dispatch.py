@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from layerpush.core.wire import Completion, FirstToken, Part, Ping, Unpack, encode
+from layerpush.core.wire import MAX_ID_CHARS, Completion, FirstToken, Part, Ping, Unpack, encode
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import Transport
 from layerpush.transport.cuda import CudaError
-from layerpush.worker.dispatch import Dispatcher, logger
+from layerpush.worker.dispatch import MESSAGES_PER_TURN, Dispatcher, logger
 
 COMPLETION, PACKED = b"r-1:2", encode(Unpack("r-1", 1, 0, (Part(0, 1, 0, 0, 1),)))
 OTHERS = [encode(Ping("D", 1)), encode(FirstToken("r-1", 7)), b"not a message"]
@@ -83,3 +83,21 @@ def test_a_flush_that_fails_costs_the_bytes_that_it_was_for_and_no_other_message
             "invisible Completion", "Ping", "FirstToken", "invisible Unpack", "Heartbeat",
         ]  # fmt: skip
     assert caplog.text.count("cannot be made visible to the device: the device is lost") == 1, "once a second"
+
+
+def test_a_flood_is_handed_over_in_several_turns() -> None:
+    """Pushes go on meanwhile. Nothing more is read before the last of what was read."""
+    calls = Calls(*[OTHERS[0]] * (MESSAGES_PER_TURN + 2))
+    calls.dispatcher.deliver()
+    assert (len(calls.made), calls.dispatcher.is_behind) == (MESSAGES_PER_TURN, True)
+    calls.dispatcher.deliver()
+    assert (len(calls.made), calls.dispatcher.is_behind) == (MESSAGES_PER_TURN + 2, False)
+
+
+def test_an_agent_with_an_endless_name_is_not_heard() -> None:
+    """NIXL does not check names, and several tables keep them."""
+    calls = Calls(OTHERS[0])
+    calls.notifications = lambda: [("P" * (MAX_ID_CHARS + 1), OTHERS[0])]  # type: ignore[method-assign]
+    calls.dispatcher.deliver()
+    assert calls.made == []
+    assert calls.dispatcher._peer_errors.counts == {"bad notification": 1}

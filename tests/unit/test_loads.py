@@ -544,6 +544,18 @@ def test_an_early_message_expires() -> None:
     assert world.told == []
 
 
+def test_early_messages_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a completion's notification is kept: vLLM gets it as it came."""
+    monkeypatch.setattr(early_messages, "KEPT_BYTES", 20_000)
+    world = World()
+    for number in range(50):
+        padded = encode(Accepted(f"r{number}")) + b"x" * 10_000
+        world.loads.on_message("p-0", Accepted(f"r{number}"), padded, world.now)
+        world.hears(Fail(f"r{number}", 0, "x" * 500, True))
+    assert 10 < len(world.loads._early) < 30
+    assert world.loads._early._messages.held_bytes <= 20_000
+
+
 def test_the_number_of_early_messages_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_messages, "KEPT", 10)
     world = World()

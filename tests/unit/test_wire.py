@@ -13,7 +13,8 @@ import pytest
 from layerpush.core.wire import (
     MAX_BLOCKS,
     MAX_HEARTBEAT_IDS,
-    MAX_NOTIFICATION_BYTES,
+    MAX_ID_CHARS,
+    MAX_PARTS,
     PEER_PREFIX,
     PROTOCOL_VERSION,
     QUIET_PREFIX,
@@ -333,14 +334,23 @@ def test_heartbeats_with_too_many_ids_or_invalid_text_are_refused() -> None:
 
 
 def test_a_huge_notification_is_not_parsed() -> None:
-    for start in (b"HB:", PEER_PREFIX, REGISTRATION_PREFIX, b""):
-        with pytest.raises(WireError, match="4194305 bytes"):
-            read(start.ljust(MAX_NOTIFICATION_BYTES + 1, b"\x91"))
+    limits = {b"HB:": 1 << 20, PEER_PREFIX: 1 << 17, REGISTRATION_PREFIX: 4 << 20, b"": 1 << 17}
+    for start, limit in limits.items():
+        with pytest.raises(WireError, match=f"has {limit + 1} bytes, more than {limit}"):
+            read(start.ljust(limit + 1, b"\x91"))
+
+
+def test_the_largest_messages_are_within_their_limits() -> None:
+    largest, name = 2**31 - 1, "\u4e00" * MAX_ID_CHARS
+    parts = (Part(largest, largest, largest, largest, largest),) * MAX_PARTS
+    for message in (Unpack(name, 2**63 - 1, 2**63 - 1, parts), Cancel(name, name, "h" * 253, 65535, 1024)):
+        assert read(encode(message)) == message
+    assert read(encode_quietly(Cancel(name, name, "h" * 253, 65535, 1024))).request_id == name  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("prefix", [PEER_PREFIX, REGISTRATION_PREFIX])
 def test_a_deeply_nested_message_is_a_wire_error(prefix: bytes) -> None:
-    for nested in (b"\x81\xa1x" + b"\x91" * 100_000, b"\x81\xa1x" * 100_000, b"\x91" * 100_000):
+    for nested in (b"\x81\xa1x" + b"\x91" * 100_000, b"\x81\xa1x" * 40_000, b"\x91" * 100_000):
         with pytest.raises(WireError, match="cannot be read"):
             read(prefix + nested)
 

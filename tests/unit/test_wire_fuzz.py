@@ -113,7 +113,7 @@ SOUND: dict[str, Callable[[Any], bool]] = {
     "first_token": lambda value: type(value) is bool,
     "epoch": is_count,
     "attempt": is_count,
-    "computed": lambda texts: type(texts) is tuple and len(texts) <= 64 and all(map(is_clean, texts)),
+    "computed": lambda texts: type(texts) is tuple and len(texts) <= 16 and all(map(is_clean, texts)),
     "number": is_count,
     "drained": lambda value: type(value) is bool,
     "done": lambda value: type(value) is bool,

@@ -19,7 +19,9 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 ANSWERS_KEPT = 4096
 """For each agent: no agent can push out the answers to another."""
+ANSWERS_BYTES = 2 << 20
 AGENTS_KEPT = 1024
+AGENTS_BYTES = 64 << 20
 
 
 class UnpackError(ValueError):
@@ -62,7 +64,7 @@ class Unpacker:
         )
         self._expand = lru_cache(maxsize=64)(layout.expand)
         self._running: list[_Scatter] = []
-        self._answered: BoundedDict[str, BoundedDict[int, bool]] = BoundedDict(AGENTS_KEPT)
+        self._answered: BoundedDict[str, BoundedDict[int, bool]] = BoundedDict(AGENTS_KEPT, AGENTS_BYTES)
 
     @property
     def is_busy(self) -> bool:
@@ -162,7 +164,7 @@ class Unpacker:
         return self._answer(agent, number, done=False)
 
     def _answer(self, agent: str, number: int, *, done: bool) -> UnpackReply:
-        answers = self._answered.get(agent) or BoundedDict(ANSWERS_KEPT)
+        answers = self._answered.get(agent) or BoundedDict(ANSWERS_KEPT, ANSWERS_BYTES)
         answers.note(number, done)
         self._answered.note(agent, answers)
         return UnpackReply(agent, Unpacked(number, done))
