@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from layerpush.compat.import_hook import ImportHook
 from layerpush.core.config import CONNECTOR_NAME, LayerPushConfig
-from layerpush.core.request_params import KvRole, ParamsError, check_params
+from layerpush.core.request_params import MAX_OUTER_ID_CHARS, KvRole, ParamsError, check_params, check_request_id
 
 FRONT_END = "vllm.v1.engine.input_processor"
 BY_PATH = "layerpush.nixl"
@@ -62,28 +62,29 @@ class AdmissionHook(ImportHook):
 
         @functools.wraps(plain)
         def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-            check(self, params)
+            check(self, params, request_id)
             return plain(self, request_id, prompt, params, *args, **kwargs)
 
         checked: Any = process_inputs
         checked.checked_by_layerpush = True
         processor.process_inputs = checked
 
-    def check(self, processor: Any, params: Any) -> None:
-        """Raises vLLM's `VLLMValidationError` unless all of the engine's layerpush connectors accept these params."""
+    def check(self, processor: Any, params: Any, request_id: str) -> None:
+        """Raises vLLM's `VLLMValidationError` unless all of the engine's layerpush connectors accept this request."""
         if processor not in self._known:
             transfer = processor.vllm_config.kv_transfer_config
             self._known[processor] = () if transfer is None else tuple(connectors_in(vars(transfer)))
         for settings in self._known[processor]:
-            _check(params, settings)
+            _check(params, request_id, settings)
 
 
-def _check(sampling_or_pooling: Any, settings: ConnectorSettings) -> None:
+def _check(sampling_or_pooling: Any, request_id: str, settings: ConnectorSettings) -> None:
     extra = getattr(sampling_or_pooling, "extra_args", None)
     if not isinstance(extra, dict):
         return
     try:
         check_params(extra.get("kv_transfer_params"), settings.role, settings.config)
+        check_request_id(extra.get("kv_transfer_params"), request_id, MAX_OUTER_ID_CHARS)
     except ParamsError as error:
         from vllm.exceptions import VLLMValidationError  # vLLM answers it with HTTP status 400
 

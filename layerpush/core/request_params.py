@@ -8,7 +8,7 @@ from typing import Literal, NoReturn, cast, get_args
 
 from layerpush.core.config import LayerPushConfig, PushMode
 from layerpush.core.hosts import MAX_HOST_CHARS, host_allowed, is_host
-from layerpush.core.wire import MAX_ID_CHARS, MAX_PORT, MAX_TP_SIZE
+from layerpush.core.wire import MAX_ID_CHARS, MAX_PORT, MAX_TP_SIZE, is_request_id
 
 KvRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 
@@ -17,6 +17,10 @@ MODE = "layerpush_mode"
 
 MAX_PP_SIZE = 64
 MAX_CACHED_TOKENS = 2**31 - 1
+MAX_OUTER_ID_CHARS = MAX_ID_CHARS - 16
+"""Maximum length of a request's id in vLLM's front end: the id that engines exchange has a suffix of 9 characters, and
+the number of the answer in front if there are several.
+"""
 
 TRANSFER = "transfer_id"
 """The key with which a router names one transfer to both engines."""
@@ -60,6 +64,22 @@ def check_params(params: object, role: KvRole, config: LayerPushConfig) -> None:
         _check_id(TRANSFER, params[TRANSFER], "; a router that sends it sends both engines the same")
     if "_p_side_truncated" in params:
         _refuse("_p_side_truncated", "is vLLM's own mark; leave it out")
+
+
+def check_request_id(params: object, request_id: str, most: int = MAX_ID_CHARS) -> None:
+    """Check the id of a request with these checked params, if it asks for a transfer: the other engine reads the id.
+
+    Raises:
+        ParamsError: the id is empty, longer than ``most`` characters or not printable, or looks like a message.
+    """
+    if not isinstance(params, Mapping) or not (params.get("do_remote_prefill") or params.get("do_remote_decode")):
+        return
+    if not is_request_id(request_id, most):
+        raise ParamsError(
+            f"the request's id is {_shown(request_id)} with {len(request_id)} characters. For a transfer it must be "
+            f"text of 1 to {most} printable characters that does not begin with 'HB:', 'PUSH_REG:' or 'LAYERPUSH:'; "
+            "vLLM makes it from X-Request-Id"
+        )
 
 
 def chosen_mode(params: Mapping[str, object]) -> PushMode | None:

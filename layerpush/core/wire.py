@@ -323,6 +323,7 @@ PeerMessage = (
 Message = Registration | PeerMessage | Completion | Heartbeat
 
 _clean = re.compile(_CLEAN)
+_unambiguous = re.compile(_UNAMBIGUOUS)
 _pattern = re.compile(r"matching regex '.*'")
 _decoder = msgspec.msgpack.Decoder(Registration)
 _flat_decoder = msgspec.msgpack.Decoder(_FlatRegistration)
@@ -377,6 +378,11 @@ def encode_heartbeat(prefill_request_ids: Sequence[str]) -> bytes:
 def one_line(text: str, limit: int = MAX_REASON_CHARS) -> str:
     """Make text of unknown origin safe to log: one line of at most ``limit`` characters."""
     return "".join(char if char.isprintable() else "?" for char in text[:limit])
+
+
+def is_request_id(text: str, most: int = MAX_ID_CHARS) -> bool:
+    """Whether the messages of both sides can carry this id of a request. ``most``: its maximum length."""
+    return 0 < len(text) <= most and text.isprintable() and _unambiguous.match(text) is not None
 
 
 def decode_registration(notification: bytes) -> Registration:

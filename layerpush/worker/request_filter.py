@@ -9,8 +9,10 @@ import logging
 from typing import Any
 
 from layerpush.core.config import LayerPushConfig
-from layerpush.core.request_params import KvRole, ParamsError, check_params
+from layerpush.core.request_params import KvRole, ParamsError, check_params, check_request_id
 from layerpush.telemetry.peer_errors import PeerErrors
+
+SHOWN_ID_CHARS = 100
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -27,7 +29,8 @@ class RequestFilter:
         """Set bad params to None: then D computes the prompt itself, and P pushes nothing. Never raises."""
         try:
             check_params(request.kv_transfer_params, self._role, self._config)
+            check_request_id(request.kv_transfer_params, request.request_id)
         except ParamsError as error:
-            text = f"request {request.request_id} runs without a KV transfer: {error}"
+            text = f"request {request.request_id[:SHOWN_ID_CHARS]} runs without a KV transfer: {error}"
             self.peer_errors.add("bad kv_transfer_params", text, now)
             request.kv_transfer_params = None

@@ -25,6 +25,7 @@ MESSAGES = (
     ("any other notification", wire.MAX_MESSAGE_BYTES, "bytes", _DROPPED),
     ("notifications in a turn of the writer thread", dispatch.MESSAGES_PER_TURN, "", "the next turn takes them"),
     ("an id, the name of an engine or agent", wire.MAX_ID_CHARS, "characters", _DROPPED),
+    ("a request's id in vLLM's front end", request_params.MAX_OUTER_ID_CHARS, "characters", "refused"),
     ("a host", wire.MAX_HOST_CHARS, "characters", _DROPPED),
     ("blocks of a registration", wire.MAX_BLOCKS, "", _DROPPED),
     ("KV cache groups of a registration", wire.MAX_GROUPS, "", _DROPPED),

@@ -106,6 +106,23 @@ def test_a_bad_request_is_refused_by_key_and_others_are_served(fleet: Fleet, ref
     check_serving(p, d, reference)
 
 
+@pytest.mark.parametrize("bad_id", ["x" * 1009, "two\nlines"], ids=["too long", "unprintable"])
+def test_an_id_that_d_refuses_is_refused_by_p_before_it_computes(
+    fleet: Fleet, reference: Reference, bad_id: str
+) -> None:
+    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    check_serving(p, d, reference)
+    free = p.call(probes.free_blocks)
+    handoff = Handoff(bad_id, TOKENS, p, d)
+    to_d = Handoff(new_id(), TOKENS, p, d).to_d().kv_transfer_params
+    for host, request in ((p, handoff.to_p()), (d, handoff.to_d(to_d))):
+        with pytest.raises(AssertionError, match="VLLMValidationError: kv_transfer_params: the request's id is "):
+            host.add(request)
+        host.wait_idle()
+    assert p.call(probes.free_blocks) == free
+    check_serving(p, d, reference)
+
+
 def test_a_bad_request_is_refused_under_multi_connector(fleet: Fleet, reference: Reference) -> None:
     p, d = fleet.get(engines.P_MULTI, engines.D_MULTI)
     with pytest.raises(AssertionError, match="'tp_size' is missing"):

@@ -200,6 +200,13 @@ def test_inadmissible_requests_are_refused(pair: Pair, prompt: str, changes: dic
 
 
 @patient
+def test_an_id_that_d_would_refuse_is_refused(pair: Pair) -> None:
+    with pytest.raises(openai.BadRequestError, match="1 to 1008 printable characters"):
+        pair.answer_of_p(words(60, seed=8), "x" * 1009)
+    assert not has_a_request(pair.prefill.url)
+
+
+@patient
 def test_a_disconnect_from_d_stops_ps_prefill(pair: Pair) -> None:
     """P's client is the router, which has its answer already. No other client could abort P's request."""
     withdrawn = scrape(pair.prefill).value("early_answers_total", event="withdrawn")

@@ -16,6 +16,7 @@ from vllm.exceptions import VLLMValidationError
 
 from layerpush.compat.admission import FRONT_END, AdmissionHook, ConnectorSettings, connectors_in
 from layerpush.core.config import LayerPushConfig
+from layerpush.core.request_params import ParamsError, check_request_id
 from layerpush.worker.request_filter import RequestFilter
 
 OURS = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer"}
@@ -101,6 +102,42 @@ def test_bad_params_are_refused_with_vllms_own_error(front_end: type[Processor],
         processor.process_inputs("1", "prompt", sampling("bad"), ())
 
 
+P = OURS | {"kv_role": "kv_producer"}
+TO_P = {"do_remote_decode": True}
+BAD_IDS = ["", "x" * 1009, "cmpl-a\n", "cmpl-\x1b[2J", "cmpl-\u202e", "cmpl-\xa0", "HB:1", "PUSH_REG:", "LAYERPUSH:"]
+
+
+@pytest.mark.parametrize("request_id", BAD_IDS, ids=ascii)
+@pytest.mark.parametrize(("transfer", "params"), [(P, TO_P), (multi(P), TO_P), (OURS, GOOD)], ids=["P", "multi", "D"])
+def test_an_id_that_the_other_engine_refuses_is_refused(
+    front_end: type[Processor], transfer: dict[str, Any], params: dict[str, Any], request_id: str
+) -> None:
+    processor = front_end(transfer)
+    with pytest.raises(VLLMValidationError, match=r"the request's id is .* must be text of 1 to 1008 printable"):
+        processor.process_inputs(request_id, "prompt", sampling(params), ())
+    for other in ({}, None):  # no other engine reads this id
+        assert processor.process_inputs(request_id, "prompt", sampling(other), ())[0] == request_id
+
+
+@pytest.mark.parametrize("answers", [1, 16384])
+def test_both_engines_take_the_longest_id_with_vllms_additions(front_end: type[Processor], answers: int) -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    outer = "x" * 1008
+    front_end(P).process_inputs(outer, "prompt", sampling(TO_P), ())
+    fields = dict.fromkeys(EngineCoreRequest.__struct_fields__) | {"request_id": outer}
+    request = EngineCoreRequest(**fields)
+    InputProcessor.assign_request_id(request)
+    request.sampling_params = SamplingParams(n=answers)
+    inner = request.request_id if answers == 1 else ParentRequest(request).get_child_info(answers - 1)[0]
+    check_request_id(TO_P, inner)
+    with pytest.raises(ParamsError):
+        check_request_id(TO_P, inner + "x" * 16)
+
+
 @pytest.mark.parametrize(
     ("transfer", "params"),
     [
@@ -164,6 +201,17 @@ def test_the_filter_removes_bad_params_and_logs_a_warning(caplog: pytest.LogCapt
             assert bad.kv_transfer_params is None
     (line,) = (record.getMessage() for record in caplog.records)
     assert "request cmpl-7 runs without a KV transfer: kv_transfer_params: 'remote_engine_id' is missing" in line
+
+
+def test_the_filter_removes_the_params_of_a_request_with_a_bad_id(caplog: pytest.LogCaptureFixture) -> None:
+    bad = request(GOOD)
+    bad.request_id = "cmpl-\n" + "x" * 2000
+    with caplog.at_level(logging.WARNING, "vllm.layerpush"):
+        RequestFilter("kv_consumer", LayerPushConfig()).drop_invalid(bad, now=0.0)
+    assert bad.kv_transfer_params is None
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "runs without a KV transfer: kv_transfer_params: the request's id is " in line
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize("params", [None, {}, GOOD])

@@ -15,7 +15,7 @@ from layerpush.apps.tracing.breakdown import PARTS
 from layerpush.compat.busy_wait import VARIABLE, wanted
 from layerpush.core import wire
 from layerpush.core.config import UPSTREAM_KEYS, ConfigError, LayerPushConfig
-from layerpush.core.request_params import ParamsError, check_params
+from layerpush.core.request_params import MAX_OUTER_ID_CHARS, ParamsError, check_params, check_request_id
 from layerpush.telemetry.trace_records import (
     ChunkRecord,
     DropRecord,
@@ -218,6 +218,8 @@ def test_the_configuration_page_has_the_messages_of_bad_requests() -> None:
     said.append(
         refusal(partial(check_params, {"do_remote_decode": True, "layerpush_mode": "Layer"}, "kv_producer", config))
     )
+    bad_id = partial(check_request_id, {"do_remote_decode": True}, "cmpl-\x1b[2J-0", MAX_OUTER_ID_CHARS)
+    said.append(refusal(bad_id))
     assert messages_below("When a request's `kv_transfer_params` are bad") == said
 
 
