@@ -12,23 +12,23 @@ second runner, V2, takes all tokens of a new request.
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from vllm.sampling_params import SamplingType
+from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from layerpush.core.first_token import Missing, sampling_digest
+from layerpush.core.first_token import Missing, Parameters, sampling_digest
 from layerpush.core.request_names import is_one_of_several
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -41,10 +41,33 @@ _SAMPLING = (
     "structured_outputs",
 )  # fmt: skip
 
+_DEFAULTS = {name: getattr(SamplingParams(), name) for name in _SAMPLING}
+PARAMETER_DIGITS = 8
 
-def sampling_of(params: SamplingParams) -> str:
-    """A digest of all parameters that change a token's probability, in hexadecimal digits. A seed changes none."""
-    return sampling_digest(getattr(params, name) for name in _SAMPLING)
+
+def sampling_of(params: SamplingParams) -> tuple[str, Parameters]:
+    """A digest of all parameters that change the first token's probabilities, in hexadecimal digits, and those that are
+    not vLLM's defaults. A seed changes none.
+    """
+    values = {name: getattr(params, name) for name in _SAMPLING}
+    if not params.all_stop_token_ids:  # to the first token `min_tokens` forbids these, whatever its number is
+        values["min_tokens"] = 0
+    chosen = [(name, value) for name, value in values.items() if value != _DEFAULTS[name]]
+    parameters = tuple((name, sampling_digest([value])[:PARAMETER_DIGITS]) for name, value in chosen)
+    return sampling_digest(values.values()), parameters
+
+
+def allow_stop_tokens(request: Request) -> None:
+    """Have P sample a first token of D's probabilities, although the router has sent P alone ``min_tokens: 1``.
+
+    vllm-router and others send it because P ends with `length` then. It forbids P to sample a stop token, which
+    D's request may begin with. A D whose own request has ``min_tokens`` does not ask for P's token. A P that computes
+    more than one token keeps its parameters.
+    """
+    params = request.sampling_params
+    if params is not None and params.min_tokens and request.max_tokens == 1:
+        request.sampling_params = copy.copy(params)  # the front end may have the same object
+        request.sampling_params.min_tokens = 0
 
 
 def engine_refusal(vllm_config: VllmConfig, prefill_backoff: int) -> str | None:
@@ -101,14 +124,15 @@ class FirstTokens:
         self._loaded: dict[str, _Known] = {}
         self._started: dict[str, int] = {}
 
-    def ask(self, request: Request) -> str | None:
-        """The digest for a registration that asks for P's token. None: D computes this request's first token."""
+    def ask(self, request: Request) -> dict[str, Any]:
+        """The fields of a registration that asks for P's token. Empty: D computes this request's first token."""
         reason = "engine" if self._refused else _refusal(request, self._max_tokens)
         if reason is not None:
             self._count(reason)
-            return None
+            return {}
         self._asked[request.request_id] = None
-        return sampling_of(request.sampling_params)
+        sampling, parameters = sampling_of(request.sampling_params)
+        return {"sampling": sampling, "parameters": parameters}
 
     def reported(self, received: Iterable[str], known: Mapping[str, int | Missing]) -> None:
         """The loads of ``received`` are over. ``known``: P's tokens, or the reasons that there are none."""
@@ -153,9 +177,8 @@ class FirstTokens:
             return known
         if known >= self._vocabulary:
             return "invalid"
-        params = request.sampling_params
-        if known == params.eos_token_id or known in (params.stop_token_ids or ()):
-            return "ends"
+        if _stops(request, known):
+            return None
         # Without a block for the token's KV the request could not run. It could not be preempted either: the runner
         # does not know it yet.
         manager = scheduler.kv_cache_manager
@@ -164,10 +187,14 @@ class FirstTokens:
         return None
 
     def _start(self, scheduler: Scheduler, request: Request, token: int) -> EngineCoreOutput:
-        request.num_computed_tokens = request.num_prompt_tokens  # a load may leave out the last one, though P has it
-        room = scheduler.kv_cache_manager.allocate_slots(request, 1, delay_cache_blocks=True)
-        assert room is not None
-        self._started[request.request_id] = token
+        stops = _stops(request, token)
+        if stops:  # the KV of the prompt is as good as that of any other request
+            scheduler.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+        else:
+            request.num_computed_tokens = request.num_prompt_tokens  # a load may leave out the last, though P has it
+            room = scheduler.kv_cache_manager.allocate_slots(request, 1, delay_cache_blocks=True)
+            assert room is not None
+            self._started[request.request_id] = token
         request.append_output_token_ids(token)
         self._on_start()
         if scheduler.log_stats:  # the scheduler records it in a later step: vLLM ignores that second event
@@ -175,9 +202,14 @@ class FirstTokens:
         prefill_stats = request.take_prefill_stats()
         if prefill_stats is not None:
             prefill_stats.finalize(scheduler.kv_cache_manager.estimate_cached_tokens(request))
+        if stops:
+            request.stop_reason = None if token == request.sampling_params.eos_token_id else token
+            scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_STOPPED)
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=[token],
+            finish_reason=request.get_finished_reason(),
+            stop_reason=request.stop_reason,
             events=request.take_events(),
             prefill_stats=prefill_stats,
             trace_headers=request.trace_headers,
@@ -189,6 +221,15 @@ _LOADED = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 _Known = int | Missing | None
 """P's token, or the reason that there is none. None: the workers have reported neither."""
+
+
+def _stops(request: Request, token: int) -> bool:
+    """Whether the token ends the request's answer.
+
+    D must not sample another token instead: it would prefer answers that go on.
+    """
+    params = request.sampling_params
+    return token == params.eos_token_id or token in (params.stop_token_ids or ())
 
 
 def _refusal(request: Request, max_tokens: int) -> str | None:

@@ -88,7 +88,7 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
         """The first token that P has sampled after the whole prompt; None if P has sampled none."""
         if self._prefill_backoff() or not request.output_token_ids or request.sampling_params is None:
             return None
-        return Sampled(request.output_token_ids[0], sampling_of(request.sampling_params))
+        return Sampled(request.output_token_ids[0], *sampling_of(request.sampling_params))
 
     def prompt_digest(self, request: Request) -> str | None:
         """A digest, 32 hexadecimal digits, equal on P and D for equal prompts. None if P and D cannot compare them.

@@ -12,15 +12,24 @@ that was sampled with the request's parameters.
 """
 
 
+Parameters = tuple[tuple[str, str], ...]
+"""Sampling parameters that are not vLLM's defaults: the name of each, and a digest of its value."""
+
+
 class Sampled(NamedTuple):
-    """A token that P has sampled, and the digest of its request's sampling parameters."""
+    """A token that P has sampled, the digest of its request's sampling parameters, and those parameters."""
 
     token: int
     sampling: str
+    parameters: Parameters = ()
 
     def for_request(self, sampling: str) -> int | None:
         """The token, if a request with these sampling parameters may start with it."""
         return self.token if self.sampling == sampling else None
+
+    def differing(self, parameters: Parameters) -> tuple[str, ...]:
+        """The names of the parameters that differ from those of a request, in alphabetical order."""
+        return tuple(sorted({name for name, _ in set(self.parameters) ^ set(parameters)}))
 
 
 def sampling_digest(parameters: Iterable[object]) -> str:

@@ -207,10 +207,13 @@ class Notify(Action):
 
 @dataclass(frozen=True, slots=True)
 class SendFirstToken(Action):
-    """Send the decode engine the token that was sampled after the prompt. None: no token fits its request."""
+    """Send the decode engine the token that was sampled after the prompt. None: no token fits its request, whose
+    sampling parameters ``other`` differ.
+    """
 
     registration: Registration
     token: int | None
+    other: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,8 +206,10 @@ class PushSession(Machine[State, Event, Action]):
         """After ``Finished``, if D has registered and asks for the token."""
         registration = self.registration
         if registration is not None and registration.sampling is not None and self.failure is None:
-            token = None if self._sampled is None else self._sampled.for_request(registration.sampling)
-            actions.append(SendFirstToken(registration, token))
+            sampled = self._sampled
+            token = None if sampled is None else sampled.for_request(registration.sampling)
+            other = () if sampled is None or token is not None else sampled.differing(registration.parameters)
+            actions.append(SendFirstToken(registration, token, other))
 
     def _post_pending(self, actions: list[Action]) -> None:
         segments = self._ready_blocks.pending()

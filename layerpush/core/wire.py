@@ -43,6 +43,8 @@ MAX_REASON_CHARS = 1000
 MAX_RANK_DIGITS = 6
 MAX_PARTS = 4096
 MAX_COMPUTED = 16
+MAX_PARAMETERS = 64
+MAX_PARAMETER_CHARS = 64
 MAX_PORT = 65535
 MAX_TP_SIZE = 1024
 MAX_CONTACT_BYTES = 1 << 16
@@ -66,6 +68,9 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Reason = Annotated[str, Meta(max_length=4 * MAX_REASON_CHARS)]
 Block = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Parameter = Annotated[str, Meta(min_length=1, max_length=MAX_PARAMETER_CHARS, pattern=_CLEAN)]
+Parameters = Annotated[tuple[tuple[Parameter, Parameter], ...], Meta(max_length=MAX_PARAMETERS)]
+ParameterNames = Annotated[tuple[Parameter, ...], Meta(max_length=2 * MAX_PARAMETERS)]
 Contact = Annotated[bytes, Meta(min_length=1, max_length=MAX_CONTACT_BYTES)]
 Blocks = Annotated[tuple[Block, ...], Meta(max_length=MAX_BLOCKS)]
 Groups = Annotated[tuple[Blocks, ...], Meta(max_length=MAX_GROUPS)]
@@ -98,10 +103,11 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ``transfer_id`` is the name that a router gave the transfer on both engines, if any;
     ``prompt_digest`` distinguishes prompts of requests with the same base id. ``window`` is the rank's staging memory
     for packed blocks, None if the worker does not unpack. ``sampling`` asks for a ``FirstToken``: it is the
-    digest of the request's sampling parameters, None if the worker does not ask. ``contact`` is the address of the
-    worker's NIXL agent: the prefill worker can report a failure there although no handshake with the decode engine
-    succeeds. ``attempt`` counts the registrations of one request, from 0: it is registered again after an
-    ``Unregister``.
+    digest of the request's sampling parameters, None if the worker does not ask. ``parameters`` has the name and a
+    digest of each that is not vLLM's default: so the prefill worker can name those that differ. ``contact`` is the
+    address of the worker's NIXL agent: the prefill worker can report a failure there although no handshake with the
+    decode engine succeeds. ``attempt`` counts the registrations of one request, from
+    0: it is registered again after an ``Unregister``.
     """
 
     request_id: RequestId
@@ -116,6 +122,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prompt_digest: Name | None = None
     window: Window | None = None
     sampling: Name | None = None
+    parameters: Parameters = ()
     contact: Contact | None = None
     attempt: Count = 0
 
@@ -168,13 +175,15 @@ class Accepted(_PeerMessage, frozen=True):
     first_token: bool = False
 
 
-class FirstToken(_PeerMessage, frozen=True):
-    """P has sampled ``token`` after the prompt, with the parameters of D's request. None: P has no such token. Only
-    a D that asked for the token gets this message.
+class FirstToken(_PeerMessage, frozen=True, omit_defaults=True):
+    """P has sampled ``token`` after the prompt, with the parameters of D's request. None: P has no such token, and
+    ``other`` names the sampling parameters that differ, if P knows them. Only a D that asked for the token gets this
+    message.
     """
 
     request_id: RequestId
     token: Token | None
+    other: ParameterNames = ()
 
 
 class Fail(_PeerMessage, frozen=True):

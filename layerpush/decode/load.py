@@ -93,6 +93,8 @@ class Load:
                 if message.first_token and self.registration.sampling is not None:
                     self.handle(load_protocol.TokenPromised(sender), now)
             case FirstToken():
+                if message.token is None:
+                    self._peers.samples_otherwise(self.address.engine_id, message.request_id, message.other)
                 self.handle(load_protocol.TokenArrived(sender, message.token), now)
             case Queued():
                 if self.session.state is State.WAITING:

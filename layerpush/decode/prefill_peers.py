@@ -23,6 +23,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 IDENTIFIED_KEPT = 4096
 IDENTIFIED_BYTES = 8 << 20
+SAMPLING_OTHERWISE_KEPT = 256
+SAMPLING_OTHERWISE_BYTES = 8 << 20
 
 
 class PrefillPeers:
@@ -48,6 +50,9 @@ class PrefillPeers:
         self._recorder = recorder
         self._pings = 0
         self._identified: BoundedDict[str, None] = BoundedDict(IDENTIFIED_KEPT, IDENTIFIED_BYTES)
+        self._sampling_otherwise: BoundedDict[str, tuple[str, ...]] = BoundedDict(
+            SAMPLING_OTHERWISE_KEPT, SAMPLING_OTHERWISE_BYTES
+        )
 
     # Agents.
 
@@ -78,6 +83,20 @@ class PrefillPeers:
     def remove(self, engine_id: str, agents: frozenset[str]) -> None:
         """A load that was added with these agents is over."""
         self._watch.remove(engine_id, agents)
+
+    def samples_otherwise(self, engine_id: str, request_id: str, parameters: tuple[str, ...]) -> None:
+        """An engine has no first token for a request. ``parameters`` differ on it, if it names them. Logged once for
+        each engine, and again when it names others.
+        """
+        if parameters and self._sampling_otherwise.get(engine_id) != parameters:
+            self._sampling_otherwise.note(engine_id, parameters)
+            logger.warning(
+                "layerpush: prefill engine %s samples first tokens that this engine cannot use: its request for %s has "
+                "other sampling parameters: %s",
+                engine_id,
+                request_id,
+                ", ".join(parameters),
+            )
 
     # Connections.
 

@@ -349,7 +349,7 @@ class Registrations:
         """
         registration = action.registration
         if registration.layerpush:
-            self._answer(registration, FirstToken(registration.request_id, action.token), now)
+            self._answer(registration, FirstToken(registration.request_id, action.token, action.other), now)
 
     def ended(self, request_id: str, failure: str | None, now: float) -> None:
         """A request is over here. Decode engines that wait for it, or register it soon, get the ``failure``."""

@@ -148,6 +148,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if awaits_scheduling(request):
             self.postponed.came(request.request_id, prompt_names(request))
         if is_streamed(request):
+            first_tokens.allow_stop_tokens(request)
             self._arrived[request.request_id] = transfer_id(request.kv_transfer_params)
             if (digest := self.prompt_digest(request)) is not None:
                 self._prompt_digests[request.request_id] = digest
@@ -220,7 +221,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             prefill_request_id=request.kv_transfer_params.get("remote_request_id"),
             transfer_id=transfer_id(request.kv_transfer_params),
             prompt_digest=self.prompt_digest(request),
-            sampling=None if self.first_tokens is None else self.first_tokens.ask(request),
+            **({} if self.first_tokens is None else self.first_tokens.ask(request)),
             attempt=self._attempts.get(request.request_id, 0),
         )
         self._loading[request.request_id] = request

@@ -33,6 +33,7 @@ MESSAGES = (
     ("parts of an `Unpack`", wire.MAX_PARTS, "", _DROPPED),
     ("a registration's `contact`", wire.MAX_CONTACT_BYTES, "bytes", _DROPPED),
     ("a staging ring", wire.MAX_RING_BYTES, "bytes", _DROPPED),
+    ("sampling parameters of a registration", wire.MAX_PARAMETERS, "", _DROPPED),
     ("a `Fail`'s reason", wire.MAX_REASON_CHARS, "characters", "cut"),
     ("a handshake query", side_channel.MAX_QUERY_BYTES, "bytes", "the connection is closed, logged"),
     (
@@ -180,6 +181,14 @@ TABLES = (
         "agents that speak layerpush",
         prefill_peers.IDENTIFIED_KEPT,
         prefill_peers.IDENTIFIED_BYTES,
+        None,
+        _FORGOTTEN,
+    ),
+    (
+        "D",
+        "prefill engines that sample otherwise",
+        prefill_peers.SAMPLING_OTHERWISE_KEPT,
+        prefill_peers.SAMPLING_OTHERWISE_BYTES,
         None,
         _FORGOTTEN,
     ),

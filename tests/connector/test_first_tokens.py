@@ -205,11 +205,13 @@ def scheduler(request: pytest.FixtureRequest) -> str:
 def decode(world: None, model: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str) -> Iterator[Build]:
     engines: list[Decode] = []
 
-    def build(first_token: str = "prefill", policy: str = "recompute", **options: Any) -> Decode:
+    def build(
+        first_token: str = "prefill", policy: str = "recompute", role: str = "kv_consumer", **options: Any
+    ) -> Decode:
         port = PORTS.take()
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
         chosen = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, **options}
-        config = config_of(model, "kv_consumer", f"d-{port}", {"first_token": first_token}, **chosen)
+        config = config_of(model, role, f"e-{port}", {"first_token": first_token}, **chosen)
         config.kv_transfer_config.kv_load_failure_policy = policy
         config.scheduler_config.async_scheduling = scheduler == "AsyncScheduler"
         engines.append(Decode(config, scheduler))
@@ -276,7 +278,7 @@ def test_without_the_setting_d_requests_no_first_token(decode: Build) -> None:
     d = decode("decode")
     prompt = d.ask()
     d.step()
-    assert d.registrations["r"]["sampling"] is None
+    assert "sampling" not in d.registrations["r"]
     d.load("r")
     d.run()
     assert d.tokens("r") == answer(prompt, 6)
@@ -330,7 +332,7 @@ def test_d_computes_the_first_token_for_some_sampling_params(
     d = decode()
     d.ask(**sampling)
     d.step()
-    assert d.registrations["r"]["sampling"] is None
+    assert "sampling" not in d.registrations["r"]
     assert d.origins == {reason: 1}
     d.load("r")
     assert d.tokens("r") == []
@@ -383,16 +385,42 @@ def test_d_computes_a_missing_first_token(decode: Build, missing: Missing) -> No
     assert d.origins == {missing: 1}
 
 
-@pytest.mark.parametrize(
-    ("token", "reason"), [(EOS, "ends"), (900, "ends"), (VOCABULARY, "invalid"), (2**31 - 1, "invalid")]
-)
-def test_d_computes_the_first_token_if_p_s_token_is_unusable(decode: Build, token: int, reason: str) -> None:
-    d = decode()
+@pytest.mark.parametrize("token", [EOS, 900])
+def test_p_s_stop_token_is_the_whole_answer(decode: Build, token: int) -> None:
+    """D draws no other token in its place: answers that go on would be too many."""
+    from vllm.v1.engine import FinishReason
+
+    d = decode(enable_prefix_caching=True)
+    free = d.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     prompt = d.ask(stop_token_ids=[900])
     d.step()
     d.load("r", token)
+    (output,) = d.outputs["r"]
+    assert (output.new_token_ids, output.finish_reason) == ([token], FinishReason.STOP)
+    assert output.stop_reason == (None if token == EOS else token)
+    assert output.prefill_stats.num_cached_tokens == 200
+    assert d.origins == {"prefill": 1}
+    assert not d.scheduler.requests
+    assert not d.scheduler.has_unfinished_requests()
+    assert len(d.ours._hand_overs) == 0
+    first_tokens = d.ours.first_tokens
+    assert not any([first_tokens._asked, first_tokens._loaded, first_tokens._started])
+    d.step()
+    assert d.steps[-1].finished_req_ids == {"r"}
+    assert d.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+    d.ask("again", prompt=[*prompt, 5], from_p=False)
+    d.run()
+    assert d.outputs["again"][0].prefill_stats.num_cached_tokens == 192, "the prompt's whole blocks"
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, 2**31 - 1])
+def test_d_computes_the_first_token_if_p_s_token_is_unusable(decode: Build, token: int) -> None:
+    d = decode()
+    prompt = d.ask()
+    d.step()
+    d.load("r", token)
     assert d.tokens("r") == []
-    assert d.origins == {reason: 1}
+    assert d.origins == {"invalid": 1}
     d.run()
     assert d.tokens("r") == answer(prompt, 6)
 
@@ -417,6 +445,40 @@ def test_a_failed_load_does_not_use_p_s_token(decode: Build) -> None:
     assert d.origins == {"failed_load": 1}
     d.run()
     assert d.tokens("r") == answer(prompt, 6)
+
+
+@pytest.mark.parametrize("forbidden", [0, 1], ids=["allowed", "forbidden"])
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_p_may_sample_a_stop_token(decode: Build, forbidden: int, max_tokens: int) -> None:
+    """A router forbids it to P alone."""
+    p = decode(role="kv_producer")
+    p.ask(max_tokens=max_tokens, min_tokens=forbidden, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    (new,) = p.step().scheduled_new_reqs
+    still = forbidden if max_tokens == 2 else 0  # only a P of one token may forget it
+    assert new.sampling_params.min_tokens == still
+    p.run()
+    p.step()
+    (sampled,) = [one for step in p.steps for one in step.kv_connector_metadata.sampled.values()]
+    d = decode()
+    d.ask()
+    d.step()
+    asked = d.registrations["r"]
+    assert (sampled.sampling == asked["sampling"]) == (not still)
+    assert sampled.differing(asked["parameters"]) == (("min_tokens",) if still else ())
+
+
+def test_without_stop_tokens_min_tokens_changes_no_first_token() -> None:
+    from vllm import SamplingParams
+
+    from layerpush.compat.first_tokens import sampling_of
+
+    assert sampling_of(SamplingParams(min_tokens=1)) == sampling_of(SamplingParams())
+    stopping = SamplingParams(stop_token_ids=[5])
+    assert sampling_of(stopping) == sampling_of(SamplingParams())
+    assert sampling_of(SamplingParams(stop_token_ids=[5], min_tokens=1)) != sampling_of(stopping)
+    ignoring = SamplingParams(ignore_eos=True, min_tokens=1)  # vLLM forbids the end of text even so
+    ignoring.update_from_generation_config({"eos_token_id": EOS}, EOS)
+    assert [name for name, _ in sampling_of(ignoring)[1]] == ["min_tokens"]
 
 
 def test_an_aborted_request_leaves_no_first_token_behind(decode: Build) -> None:

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
@@ -42,6 +42,8 @@ class Request:
     token_ids: list[int]
     kv_transfer_params: dict[str, Any] | None = None
     max_tokens: int = 8
+    sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """More parameters of vLLM's ``SamplingParams``, or others than ``hostmain`` chooses."""
 
 
 class Logged:

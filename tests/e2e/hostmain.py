@@ -78,15 +78,17 @@ class HostedEngine:
 
     # Commands
 
-    def add(self, requests: list[tuple[str, list[int], dict[str, Any] | None, int]]) -> list[str]:
-        """Add requests (id, token ids, kv_transfer_params, max_tokens); returns the engine's own ids."""
-        for request_id, token_ids, params, max_tokens in requests:
+    def add(self, requests: list[tuple[str, list[int], dict[str, Any] | None, int, dict[str, Any]]]) -> list[str]:
+        """Add requests (id, token ids, kv_transfer_params, max_tokens, more sampling parameters); returns the engine's
+        own ids.
+        """
+        for request_id, token_ids, params, max_tokens, more in requests:
+            chosen: dict[str, Any] = {"temperature": 0, "ignore_eos": True, **more}
             sampling = SamplingParams(
-                temperature=0,
                 max_tokens=max_tokens,
-                ignore_eos=True,
                 detokenize=False,
                 extra_args={"kv_transfer_params": params} if params else None,
+                **chosen,
             )
             if self._internal.get(request_id) in self.scheduler.requests:
                 self._ambiguous.add(request_id)  # the engine keeps them apart, its outputs do not

@@ -1,13 +1,29 @@
 """D starts its answers with P's token. They are the plain engine's answers."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from layerpush.telemetry.metrics.catalog import FIRST_TOKENS
 from tests.e2e import engines, probes
-from tests.e2e.enginehost import EngineHost
+from tests.e2e.enginehost import EngineHost, Request
 from tests.e2e.enginespec import EngineSpec
+from tests.e2e.fixtures import LogReader
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Handoff, Order, Reference, check, check_tokens, introduce, new_id, prompt, send
+from tests.e2e.handoff import (
+    MAX_TOKENS,
+    Handoff,
+    Order,
+    Reference,
+    check,
+    check_tokens,
+    introduce,
+    new_id,
+    prompt,
+    send,
+)
+from tests.e2e.results import Finished
 from tests.e2e.test_metrics import scrape, wait_for
 
 LENGTHS = (1, 31, 32, 33, 256, 257, 1100)
@@ -75,3 +91,87 @@ def test_preempted_after_p_s_token(fleet: Fleet, reference: Reference) -> None:
     for handoff in handoffs:
         check_tokens(handoff.outcome(), reference)
     check_origins(d, before, prefill=3)
+
+
+STOP, OTHER = 77, 78
+FORBIDDING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "neither": ({}, {}),
+    "P only": ({"min_tokens": 1}, {}),
+    "D only": ({}, {"min_tokens": 3}),
+    "both": ({"min_tokens": 1}, {"min_tokens": 1}),
+}
+"""``min_tokens`` in the bodies of P and D. vllm-router sends it to P alone."""
+
+
+def ask_both(p: EngineHost, d: EngineHost, handoff: Handoff, on_p: dict[str, Any], on_d: dict[str, Any]) -> None:
+    d.add(replace(handoff.to_d(), sampling=on_d))
+    p.add(replace(handoff.to_p(), sampling=on_p))
+
+
+def finished(host: EngineHost, token_ids: list[int], sampling: dict[str, Any]) -> Finished:
+    """The answer of an engine alone."""
+    request = Request(new_id(), token_ids, None, MAX_TOKENS, sampling)
+    host.add(request)
+    return host.wait_output(request.request_id)
+
+
+@pytest.mark.parametrize("first", [STOP, OTHER], ids=["a stop token first", "another token first"])
+@pytest.mark.parametrize("forbidding", FORBIDDING)
+def test_a_stop_token_is_the_first_of_an_answer_only_where_d_allows_it(
+    fleet: Fleet, reference: Reference, forbidding: str, first: int
+) -> None:
+    p, d = introduced(fleet, engines.P_AUTO, engines.D_LAYER)
+    before = origins(d)
+    only_p, only_d = FORBIDDING[forbidding]
+    common = {"logit_bias": {first: 100.0, OTHER: 50.0}, "stop_token_ids": [STOP]}
+    handoff = Handoff(new_id(), prompt(300, seed=120), p, d)
+    ask_both(p, d, handoff, common | only_p, common | only_d)
+    answer, expected = d.wait_output(handoff.request_id), finished(reference.host, handoff.token_ids, common | only_d)
+    assert (answer.token_ids, answer.finish_reason) == (expected.token_ids, expected.finish_reason)
+    p.wait_output(handoff.request_id)
+    for host in (p, d):
+        host.wait_idle()
+    check_origins(d, before, **{"penalties" if only_d else "prefill": 1})
+
+
+def test_random_answers_begin_with_ps_token_whether_it_stops_or_not(fleet: Fleet) -> None:
+    """D never draws again: the first tokens have the probabilities of P's draws, and P's parameters are D's."""
+    p, d = introduced(fleet, engines.P_AUTO, engines.D_LAYER)
+    before = origins(d)
+    drawn = {"temperature": 1.0, "allowed_token_ids": [STOP, OTHER], "stop_token_ids": [STOP]}
+    # to this model both tokens are about as likely
+    handoffs = [Handoff(new_id(), prompt(40, seed=130 + number), p, d) for number in range(24)]
+    for handoff in handoffs:
+        ask_both(p, d, handoff, drawn | {"min_tokens": 1}, drawn)
+    firsts = []
+    for handoff in handoffs:
+        outcome = handoff.outcome()
+        assert outcome.d_tokens[0] == outcome.p_tokens[0]
+        assert (len(outcome.d_tokens) == 1) == (outcome.d_tokens[0] == STOP)
+        firsts.append(outcome.d_tokens[0])
+    assert set(firsts) == {STOP, OTHER}
+    check_origins(d, before, prefill=len(handoffs))
+
+
+def test_a_d_that_forbids_stop_tokens_draws_its_first_token_itself(fleet: Fleet) -> None:
+    p, d = introduced(fleet, engines.P_AUTO, engines.D_LAYER)
+    before = origins(d)
+    drawn = {"temperature": 1.0, "allowed_token_ids": [STOP, OTHER], "stop_token_ids": [STOP]}
+    handoffs = [Handoff(new_id(), prompt(40, seed=160 + number), p, d) for number in range(8)]
+    for handoff in handoffs:
+        ask_both(p, d, handoff, drawn | {"min_tokens": 1}, drawn | {"min_tokens": 2})
+    assert {handoff.outcome().d_tokens[:2] for handoff in handoffs} == {(OTHER, OTHER)}
+    check_origins(d, before, penalties=len(handoffs))
+
+
+def test_d_logs_once_which_parameters_differ_on_p(fleet: Fleet, reference: Reference, logs: LogReader) -> None:
+    p, d = introduced(fleet, engines.P_AUTO, engines.D_LAYER)
+    before = origins(d)
+    for number in range(2):
+        handoff = Handoff(new_id(), prompt(300, seed=170 + number), p, d)
+        ask_both(p, d, handoff, {"logit_bias": {5: 0.01}, "presence_penalty": 0.1}, {})
+        check_tokens(handoff.outcome(), reference)
+    check_origins(d, before, other_sampling=2)
+    (line,) = [line for line in logs.new_text(d).splitlines() if "samples first tokens that" in line]
+    assert f"prefill engine {p.engine_id} " in line
+    assert line.endswith("has other sampling parameters: logit_bias, presence_penalty")

@@ -31,6 +31,7 @@ from tests.e2e.docsrig import block
 from tests.e2e.proxyrig import (
     DEADLINE_S,
     MODEL,
+    SPECIAL_TOKENS,
     START_TIMEOUT_S,
     WORDS,
     ReservedPorts,
@@ -42,6 +43,7 @@ from tests.e2e.proxyrig import (
     until,
     words,
 )
+from tests.e2e.servedrig import scrape
 from tests.support.ports import ROUTER_PORTS
 from tests.support.rays import HOST, PORT, Chat, Completion, ray_in_place
 
@@ -49,6 +51,7 @@ ROOT = Path(__file__).parents[2]
 ROUTER = ROOT / "build" / "vllm-router" / "bin" / "vllm-router"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 TOKENS = 1500
+END = SPECIAL_TOKENS.index("</s>")
 REGISTRATION_TIMEOUT_S = 8
 """D's `push_registration_timeout`: the longest wait for a push that never begins."""
 patient = pytest.mark.timeout(600)
@@ -209,6 +212,35 @@ def test_layers_stream(stack: Stack, chat: bool, stream: bool) -> None:
     pushes = stack.pushes(known)
     assert {(push.mode, push.fallback, push.outcome) for push in pushes} == {("auto", None, "completed")}
     assert {push.engine_id for push in pushes} == {engine.name for engine in stack.prefills}
+
+
+@patient
+def test_answers_begin_with_ps_token(stack: Stack) -> None:
+    """The router adds ``min_tokens: 1`` to P's body only. A busy machine makes some tokens late."""
+
+    def origins(origin: str) -> float:
+        return sum(scrape(engine).value("first_tokens_total", origin=origin) for engine in stack.decodes)
+
+    before, seeds = origins("prefill"), iter(range(500, 600))
+
+    def another() -> bool:
+        prompt = words(100, seed=next(seeds))
+        assert stack.text(prompt) == stack.right(prompt)
+        return origins("prefill") > before
+
+    until(another, "a token of P is in time")
+    assert origins("other_sampling") == 0
+
+
+@patient
+def test_an_answer_that_ends_at_once(stack: Stack) -> None:
+    """Its only token is the end of the text, which P may sample, too."""
+    ending: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12, "logit_bias": {str(END): 100}}
+    for number in range(4):
+        prompt = words(100, seed=600 + number)
+        answers = [client_of(url).completions.create(prompt=prompt, **ending) for url in (stack.url, stack.plain.url)]
+        assert [(one.choices[0].text, one.choices[0].finish_reason) for one in answers] == [("", "stop")] * 2
+        assert [one.usage.completion_tokens for one in answers if one.usage is not None] == [1, 1]
 
 
 @patient

@@ -464,6 +464,17 @@ def test_a_promised_token_may_come_late_and_is_ignored_after_the_wait() -> None:
         assert world.is_over(), "no message is kept for a load that is over"
 
 
+def test_parameters_that_differ_on_p_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    with caplog.at_level("WARNING", "vllm.layerpush"):
+        for number, other in enumerate([(), ("top_p",), ("top_p",), ("min_p", "top_p")]):
+            world.awaits(f"r{number}", sampling="greedy")
+            world.hears(FirstToken(f"r{number}", None, other))
+    lines = [line for line in caplog.messages if "first tokens" in line]
+    assert [line.partition("has other sampling parameters: ")[2] for line in lines] == ["top_p", "min_p, top_p"]
+    assert all(f"prefill engine {P.engine_id} samples" in line for line in lines)
+
+
 def test_a_load_does_not_wait_for_a_token_that_p_did_not_promise() -> None:
     world = World()
     world.awaits(sampling="greedy")

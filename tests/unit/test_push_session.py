@@ -155,3 +155,12 @@ def test_the_first_token_is_sent_only_to_a_d_with_equal_sampling(first: bool) ->
     assert finished("greedy", Sampled(7, "warmer"), first=first) == [push_protocol.SendFirstToken(asked, None)]
     assert finished("greedy", None, first=first) == [push_protocol.SendFirstToken(asked, None)]
     assert finished(None, Sampled(7, "greedy"), first=first) == []
+
+
+def test_the_session_names_the_parameters_that_differ() -> None:
+    ours = Sampled(7, "warm", (("temperature", "a"), ("top_p", "b"), ("min_tokens", "c")))
+    assert ours.differing((("temperature", "a"), ("top_p", "x"), ("min_p", "d"))) == ("min_p", "min_tokens", "top_p")
+    asked = registration([1], layerpush=1, sampling="greedy")
+    assert finished("greedy", ours, first=True) == [
+        push_protocol.SendFirstToken(asked, None, ("min_tokens", "temperature", "top_p"))
+    ]

@@ -64,6 +64,7 @@ UPSTREAM = {
 BETWEEN_US: list[tuple[PeerMessage, dict[str, Any]]] = [
     (Accepted("r:1", True), {"request_id": "r:1", "first_token": True}),
     (FirstToken("r", 2**31 - 1), {"request_id": "r", "token": 2**31 - 1}),
+    (FirstToken("r", None, ("top_p",)), {"request_id": "r", "token": None, "other": ["top_p"]}),
     (Fail("r", 2, "preempted", True), {"request_id": "r", "epoch": 2, "reason": "preempted", "drained": True}),
     (
         Cancel("r", "D", "::1", 65535, 1024),
@@ -126,6 +127,13 @@ def test_a_stock_decode_worker_is_understood() -> None:
 
 def test_an_older_p_promises_no_first_token() -> None:
     assert read(said("accepted", {"request_id": "r"})) == Accepted("r", first_token=False)
+
+
+def test_names_of_sampling_parameters_are_bounded() -> None:
+    for other in (["x" * 65], [""], ["a\n"], ["x"] * 129, [7]):
+        with pytest.raises(WireError, match="other"):
+            read(said("firsttoken", {"request_id": "r", "token": None, "other": other}))
+    assert read(said("firsttoken", {"request_id": "r", "token": None, "other": []})) == FirstToken("r", None)
 
 
 def test_a_first_token_may_be_none_but_not_negative() -> None:

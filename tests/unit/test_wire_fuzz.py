@@ -96,6 +96,10 @@ def is_window(window: Window) -> bool:
     return sizes and where and is_clean(window.layout)
 
 
+def is_parameter(pair: Any) -> bool:
+    return type(pair) is tuple and len(pair) == 2 and all(is_clean(text, 64) for text in pair)
+
+
 SOUND: dict[str, Callable[[Any], bool]] = {
     "request_id": is_request,
     "decode_engine_id": is_clean,
@@ -109,6 +113,8 @@ SOUND: dict[str, Callable[[Any], bool]] = {
     "prompt_digest": lambda text: text is None or is_clean(text),
     "sampling": lambda text: text is None or is_clean(text),
     "contact": lambda contact: contact is None or (type(contact) is bytes and 1 <= len(contact) <= 2**16),
+    "parameters": lambda pairs: type(pairs) is tuple and len(pairs) <= 64 and all(map(is_parameter, pairs)),
+    "other": lambda names: type(names) is tuple and len(names) <= 128 and all(is_clean(name, 64) for name in names),
     "token": lambda token: token is None or is_count(token, 0, 2**31 - 1),
     "first_token": lambda value: type(value) is bool,
     "epoch": is_count,
@@ -194,12 +200,13 @@ registrations = st.builds(
     prompt_digest=st.none() | names,
     window=st.none() | windows,
     sampling=st.none() | names,
+    parameters=st.lists(st.tuples(names, names), max_size=3).map(tuple),
     contact=st.none() | st.binary(min_size=1, max_size=300),
     attempt=counts,
 )
 peer_messages = st.one_of(
     st.builds(Accepted, request_ids, st.booleans()),
-    st.builds(FirstToken, request_ids, st.none() | blocks),
+    st.builds(FirstToken, request_ids, st.none() | blocks, st.lists(names, max_size=3).map(tuple)),
     st.builds(Fail, request_ids, counts, reasons, st.booleans()),
     st.builds(Cancel, request_ids, names, names, ports, sizes),
     st.builds(Cancelled, request_ids),
@@ -342,10 +349,12 @@ def is_sound_as_sent(field: str, value: Any) -> bool:
     """For a value in a map, before reading: groups and parts are lists there, and a reason may hold any text."""
     if field == "reason":
         return type(value) is str and len(value) <= 4000
-    if field not in ("local_block_ids", "parts"):
+    if field not in ("local_block_ids", "parts", "parameters", "other"):
         return SOUND[field](value)
     if type(value) is not list:
         return False
+    if field in ("parameters", "other"):
+        return SOUND[field](tuple(tuple(each) if type(each) is list else each for each in value))
     lists = [each for each in value if type(each) is list]
     if field == "parts":
         return value == lists and all(len(each) == 5 for each in value) and is_parts(tuple(Part(*one) for one in lists))
@@ -375,7 +384,7 @@ def test_each_field_accepts_only_valid_values_and_errors_name_the_field(
 @pytest.mark.parametrize("message", WHOLE, ids=lambda message: type(message).__name__)
 def test_the_error_names_a_missing_field(message: Registration | PeerMessage) -> None:
     sound = msgspec.to_builtins(message)
-    required = type(message).__struct_fields__[: {Registration: 6, Accepted: 1}.get(type(message))]
+    required = type(message).__struct_fields__[: {Registration: 6, Accepted: 1, FirstToken: 2}.get(type(message))]
     for field in required:
         rest = {name: value for name, value in sound.items() if name != field}
         with pytest.raises(WireError, match=field):
