@@ -341,6 +341,12 @@ class VllmPushWorker(NixlPushConnectorWorker):
         if known.pending.cancelled() or known.pending.exception() is not None:
             del self._handshakes[engine_id]
 
+    def engines(self) -> dict[str, tuple[str, ...]]:
+        with self._handshake_lock:
+            return {
+                engine_id: tuple(map(agent_name, ranks.values())) for engine_id, ranks in self._remote_agents.items()
+            }
+
     def agents_of(self, engine_id: str) -> tuple[str, ...]:
         with self._handshake_lock:
             return tuple(map(agent_name, (self._remote_agents.get(engine_id) or {}).values()))

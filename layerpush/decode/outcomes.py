@@ -61,7 +61,7 @@ class LoadHost(Protocol):
     def decline(self, address: Address, message: Decline) -> None:
         """Report to a prefill engine that this engine will not load a request. The engine need not be connected."""
 
-    def forget_prefill_engine(self, engine_id: str) -> bool:
+    def forget_engine(self, engine_id: str) -> bool:
         """Drop the connection to an engine; False if WRITEs are on their way to it, and it has to stay for now."""
 
 

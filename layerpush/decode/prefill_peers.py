@@ -103,7 +103,7 @@ class PrefillPeers:
     def drop(self, engine_id: str) -> bool:
         """Drop the connection to an engine that loads are awaited from; False if it has to stay for now."""
         agents = self.connections.agents(engine_id)
-        if not self.host.forget_prefill_engine(engine_id):
+        if not self.host.forget_engine(engine_id):
             return False
         for agent in agents:
             self._watch.cut(agent)
@@ -179,4 +179,4 @@ class PrefillPeers:
         """Only when none of its ranks may live: a send to a forgotten rank would fail, and that proves nothing."""
         agents = self.connections.agents(engine_id)
         if agent in agents and all(load.session.open_agents.isdisjoint(agents) for load in loads.values()):
-            self.host.forget_prefill_engine(engine_id)
+            self.host.forget_engine(engine_id)

@@ -65,6 +65,9 @@ class Network(Protocol):
         its heartbeats.
         """
 
+    def engines(self) -> dict[str, tuple[str, ...]]:
+        """The NIXL agents of each connected engine, by its id."""
+
     def agents_of(self, engine_id: str) -> tuple[str, ...]:
         """The NIXL agents of a connected engine's ranks that this rank talks to; none if it is not connected."""
 
@@ -112,6 +115,10 @@ class Connections:
         """Broadcasts that wait for a handshake."""
         self._peer_errors = PeerErrors(logger)
         self.on_lost = on_lost
+
+    def engines(self) -> dict[str, tuple[str, ...]]:
+        """The agents of each connected engine, by its id."""
+        return self._network.engines()
 
     def agents(self, engine_id: str) -> tuple[str, ...]:
         """The agents of a connected engine's ranks that this rank talks to; none if it is not connected."""

@@ -1,12 +1,14 @@
 """Hands each notification of another engine to the part of this worker that handles it. Writer thread only.
 
-    from D     ``Registration``, ``Cancel``, ``Unregister``, ``Decline``, ``Ping``       ``Registrations``
+    from D     ``Registration``, ``Cancel``, ``Unregister``, ``Decline``               ``Registrations``
                ``Unpacked``                                                            the packer of pushes
                ``Heartbeat``                                                           vLLM's main thread
     from P     ``Accepted``, ``FirstToken``, ``Fail``, ``Cancelled``, ``Unpack``,
                ``Queued``, ``Unregistered``                                            ``Loads``
                ``Completion``                                                          ``Loads``, with its notification
-               ``Pong``                                                                ``PrefillPeers``
+    from both  ``Ping``                                                                ``Registrations``
+               ``Pong``                                                                ``PrefillPeers``, and
+                                                                                       ``IdleConnections``
 
 The writer calls ``deliver`` once a turn, and ``deliver_answers`` while it waits for its last WRITEs at shutdown. A
 notification that cannot be read is counted, logged and dropped. If a handler fails, by a defect of ours, the failure is
@@ -48,6 +50,7 @@ from layerpush.prefill.registrations import Registrations
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import Transport, TransportError
 from layerpush.transport.cuda import CudaError
+from layerpush.transport.idle_connections import IdleConnections
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -68,6 +71,7 @@ class Dispatcher:
         transport: Transport,
         registrations: Registrations,
         loads: Loads,
+        idle: IdleConnections,
         unpacked: Callable[[str, Unpacked], None],
         heartbeat: Callable[[Heartbeat], None],
         peer_errors: PeerErrors,
@@ -76,6 +80,7 @@ class Dispatcher:
         self._transport = transport
         self._registrations = registrations
         self._loads = loads
+        self._idle = idle
         self._unpacked = unpacked
         self._heartbeat = heartbeat
         self._peer_errors = peer_errors
@@ -149,6 +154,7 @@ class Dispatcher:
                 self._loads.on_message(agent, message, payload, now)
             case Pong():
                 self._loads.peers.on_message(agent, now, identified=True)
+                self._idle.on_pong(agent, now)
 
     def _arrived(self) -> list[tuple[str, bytes]]:
         """The next notifications. More are read from NIXL when all that were read are handed over."""

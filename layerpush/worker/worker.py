@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ from layerpush.telemetry.trace_records import LoadRecord, clock_name
 from layerpush.transport import cuda
 from layerpush.transport.base import TransportError
 from layerpush.transport.connections import Address, Connections, Rank
+from layerpush.transport.idle_connections import PING_EVERY_S, IdleConnections
 from layerpush.transport.writes import Transfer
 from layerpush.worker.dispatch import Dispatcher
 from layerpush.worker.metric_sources import watch_rings, watch_worker, watch_writer
@@ -182,10 +184,19 @@ class LayerwisePushWorker(VllmPushWorker):
             peer_errors,
             recorder,
         )
+        idle = IdleConnections(
+            self.engine_id,
+            self._connections,
+            self._probe_peer,
+            lambda: self.engines_in_use,
+            self.forget_engine,
+            partial(random.uniform, 0.0, PING_EVERY_S),
+        )
         dispatcher = Dispatcher(
             self.transport,
             self.registrations,
             self.loads,
+            idle,
             packing.unpacked,
             self.heartbeat,
             peer_errors,
@@ -200,6 +211,7 @@ class LayerwisePushWorker(VllmPushWorker):
             self._waker,
             self.metrics.lag,
             self._connections,
+            idle,
             dispatcher,
             self.writer,
             self.registrations,
@@ -433,8 +445,8 @@ class LayerwisePushWorker(VllmPushWorker):
         self.loads.peers.connection_lost(self.agents_of(engine_id), time.perf_counter())
         self.registrations.peers.lost(engine_id)
 
-    def forget_prefill_engine(self, engine_id: str) -> bool:
-        """Drop the connection to a prefill engine; False if WRITEs are on their way to it: it may be a D as well."""
+    def forget_engine(self, engine_id: str) -> bool:
+        """Drop the connection to an engine; False if WRITEs are on their way to it."""
         self.writer.fail_engine(engine_id, "the connection to the decode engine was dropped")
         if engine_id in self.writer.engines_in_flight:
             self.registrations.peers.lost(engine_id)

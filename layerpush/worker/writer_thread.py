@@ -41,6 +41,7 @@ from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.lag import Lag
 from layerpush.transport.connections import Connections
+from layerpush.transport.idle_connections import IdleConnections
 from layerpush.worker.dispatch import Dispatcher
 from layerpush.worker.guard import Guard
 from layerpush.worker.thread_name import WRITER, name_this_thread
@@ -63,6 +64,7 @@ class WriterThread:
         waker: Waker,
         lag: Lag,
         connections: Connections,
+        idle: IdleConnections,
         dispatcher: Dispatcher,
         pushes: PushWriter,
         registrations: Registrations,
@@ -74,6 +76,7 @@ class WriterThread:
         self._waker = waker
         self._lag = lag
         self._connections = connections
+        self._idle = idle
         self._dispatcher = dispatcher
         self._pushes = pushes
         self._registrations = registrations
@@ -128,6 +131,7 @@ class WriterThread:
         self._connections.tick(now)
         self._registrations.tick(now)
         self._loads.tick(now)
+        self._idle.tick(now)
         if not self._pushes.is_draining:
             self._unreported_aborts.settled(aborts)
 

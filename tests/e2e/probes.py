@@ -153,6 +153,37 @@ def connector_worker() -> Any:
     return worker if hasattr(worker, "transport") else None
 
 
+def look_after_idle_engines(host: HostedEngine, every_s: float) -> None:
+    """Ping idle engines so often, and those that become idle at once."""
+    from layerpush.core.liveness import PeerWatch
+    from layerpush.transport import idle_connections
+
+    idle_connections.LOOK_EVERY_S = every_s / 2
+    idle = connector_worker()._writer_thread._idle
+
+    def restart() -> None:
+        idle._idle.clear()
+        idle._watch, idle._delay, idle._look_at = PeerWatch(4 * every_s), lambda: 0.0, 0.0
+
+    connector_worker().task(restart)
+
+
+def tables_of_peers(host: HostedEngine) -> dict[str, list[str]]:
+    """The names of engines in each table of the connections of this worker."""
+    worker = connector_worker()
+    names = (
+        "_remote_agents", "dst_xfer_side_handles", "kv_caches_base_addr", "dst_num_blocks", "tp_mappings",
+        "_engine_clock_offset", "_engine_last_active", "_handshakes",
+    )  # fmt: skip
+    tables = {name: list(getattr(worker, name)) for name in names}
+    tables |= {"links": list(worker._host._links), "idle": list(worker._writer_thread._idle._idle)}
+    return {name: [each for each in table if each != worker.engine_id] for name, table in tables.items()}
+
+
+def knows_no_peer(host: HostedEngine) -> bool:
+    return not any(tables_of_peers(host).values())
+
+
 def open_front_door(host: HostedEngine) -> None:
     """From now on every request reaches the engine core, even one that a front end would refuse."""
     processor = host.llm.input_processor

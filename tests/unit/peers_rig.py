@@ -53,6 +53,9 @@ class FakeNetwork:
     def reject(self, engine_id: str, error: Exception) -> None:
         self._pending.pop(engine_id).pending.set_exception(error)
 
+    def engines(self) -> dict[str, tuple[str, ...]]:
+        return dict(self.connected)
+
     def agents_of(self, engine_id: str) -> tuple[str, ...]:
         return self.connected.get(engine_id, ())
 

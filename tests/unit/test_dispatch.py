@@ -24,7 +24,14 @@ class Calls:
         self.made: list[str] = []
         parts = cast(Any, self)
         self.dispatcher = Dispatcher(
-            cast(Transport, self), parts, parts, parts, parts, PeerErrors(logger), lambda: self.made.append("flush")
+            cast(Transport, self),
+            parts,
+            parts,
+            parts,
+            parts,
+            parts,
+            PeerErrors(logger),
+            lambda: self.made.append("flush"),
         )
         self.peers = self
 

@@ -119,7 +119,7 @@ class Engine:
     """
 
     def __init__(self, forget: Callable[[str], bool]) -> None:
-        self.forget_prefill_engine = forget
+        self.forget_engine = forget
         self.records: list[LoadRecord] = []
         self.known: set[str] = set()
         self.misfit: str | None = None

@@ -125,7 +125,7 @@ class DecodeEngine(Process):
             recorder,
         )
 
-    def forget_prefill_engine(self, engine_id: str) -> bool:
+    def forget_engine(self, engine_id: str) -> bool:
         """This rank posts no WRITEs."""
         self.peers.forget(engine_id)
         return True

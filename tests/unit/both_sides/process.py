@@ -131,6 +131,9 @@ class Process:
             return None
         return self.handshakes.setdefault(address.engine_id, (self.world.now, Handshake(Future(), address)))[1]
 
+    def engines(self) -> dict[str, tuple[str, ...]]:
+        return dict(self.connected)
+
     def agents_of(self, engine_id: str) -> tuple[str, ...]:
         return self.connected.get(engine_id, ())
 
