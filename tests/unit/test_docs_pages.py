@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,3 +160,40 @@ def test_every_fallback_of_an_engine_is_in_the_compatibility_tables() -> None:
     reasons = re.findall(r'return "((?:the|prefill|part) [^"]+)"', source)
     assert len(reasons) == 5
     assert [reason for reason in reasons if f"`{reason}`" not in text] == []
+
+
+class StubbornProcess:
+    """An engine process that is still busy with its end when vLLM looks again."""
+
+    name, pid = "EngineCore", 7
+
+    def __init__(self) -> None:
+        self.happened: list[object] = []
+
+    def is_alive(self) -> bool:
+        return True
+
+    def terminate(self) -> None:
+        self.happened.append("SIGTERM")
+
+    def join(self, timeout: float) -> None:
+        self.happened.append(round(timeout))
+
+
+@pytest.mark.parametrize(
+    ("options", "happens"), [({}, ["SIGTERM", "killed"]), ({"shutdown_timeout": 120}, ["SIGTERM", 120, "killed"])]
+)
+def test_vllm_waits_for_an_engine_at_its_end_only_if_shutdown_timeout_says_so(
+    options: dict[str, Any], happens: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/deployment.md: without the option a SIGTERM is as good as a SIGKILL."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1 import utils
+
+    process: Any = StubbornProcess()
+    monkeypatch.setattr(utils, "kill_process_tree", lambda _: process.happened.append("killed"))
+    utils.shutdown([process], timeout=EngineArgs(**options).shutdown_timeout)
+    assert process.happened == happens
+    page = " ".join((ROOT / "docs/deployment.md").read_text().split())
+    assert "With vLLM's default, `--shutdown-timeout 0`, a SIGTERM to `vllm serve` has the effect of a SIGKILL" in page
+    assert is_said(blank("the process of prefill agent <agent> has ended"), ours())
