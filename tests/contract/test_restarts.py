@@ -130,6 +130,7 @@ def idle(request: pytest.FixtureRequest) -> Iterator[Idle]:
     made.agent.deregister_memory(made.registered)
 
 
+@pytest.mark.slow
 def test_ended_peers_leave_no_sockets_and_no_memory(idle: Idle) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["nixl._api", "tests.contract.restarted"])
