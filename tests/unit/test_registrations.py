@@ -663,6 +663,21 @@ def test_the_oldest_registration_is_refused_beyond_the_limit() -> None:
     assert [message.request_id for message in world.heard() if isinstance(message, Fail)] == ["r0/d"]
 
 
+def test_a_flood_of_unknown_requests_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    """The first one gives the reason; the refusal of a request that was here is always logged."""
+    world = World()
+    for number in range(30):
+        world.says(asks(f"r{number}/d"))
+    world.says(asks())
+    world.tick(UNKNOWN_S - 1.0)
+    world.ends("a/p")
+    world.tick(3.0)
+    lines = [record.getMessage() for record in caplog.records]
+    refused = [line for line in lines if "no push for" in line]
+    assert refused == [f"layerpush: no push for {one}" for one in ("a/d: aborted", f"r0/d: {UNKNOWN.reason}")]
+    assert world.peer_errors.counts == {"unknown request": 30}
+
+
 # A router that gives both engines the same transfer_id.
 
 
