@@ -75,6 +75,19 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
         request.kv_transfer_params["do_remote_prefill"] = False
         self._stop_heartbeat(request.request_id)
 
+    def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """vLLM's answer; but a request with a part of its prompt not computed ends as an aborted one, with any status.
+
+        vLLM may end a request with the token of a step that it has taken back.
+        """
+        if is_streamed(request) and request.num_computed_tokens < request.num_prompt_tokens:
+            self._stop_heartbeat(request.request_id)
+            self._reqs_need_save.pop(request.request_id, None)
+            self._reqs_not_processed.add(request.request_id)
+            return False, None
+        outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        return outcome
+
     def cancel_receive(self, request_id: str) -> None:
         """Drop a receive that was never registered: vLLM's workers would wait for it forever."""
         self._reqs_need_recv.pop(request_id, None)

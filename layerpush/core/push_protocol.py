@@ -20,7 +20,8 @@ class State(enum.Enum):
     WAITING = "prefill runs, no decode engine has registered"
     CONNECTING = "registered, the handshake is under way"
     STREAMING = "layers are written as they become ready"
-    REWINDING = "preempted: WRITEs of the old epoch must end first"
+    REWINDING = "preempted or taken back: WRITEs of the old epoch must end first"
+    UNCONFIRMED = "everything landed, vLLM may still take the last step back"
     NOTIFYING = "everything landed, the completion is being sent"
     NOTIFIED = "the completion was sent; the scheduler still holds the request"
     DEFERRED = "will be pushed whole when prefill has finished"
@@ -119,6 +120,18 @@ class Preempted(Event):
     """The scheduler took the request's blocks away; it will be computed again."""
 
     reason: ClassVar[str] = "preempted"
+
+
+@dataclass(frozen=True, slots=True)
+class Rewound(Event):
+    """The scheduler took steps of the request back: blocks were lost that another connector had to load for them."""
+
+    reason: ClassVar[str] = "taken back"
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted(Event):
+    """The scheduler has accepted the results of every step of the prompt: none of them can be taken back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +252,13 @@ class ReportFailure(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class ReportRewind(Action):
+    """Report that steps were taken back after the completion: the decode engine may have wrong KV."""
+
+    registration: Registration
+
+
+@dataclass(frozen=True, slots=True)
 class Release(Action):
     """Report the request as sent: the scheduler may free its blocks."""
 
@@ -251,36 +271,46 @@ _GIVEN_UP = {S.ABANDONED, S.CLOSED}
 TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     S.WAITING: {
         Planned: {S.WAITING}, Ready: {S.WAITING}, PostReady: {S.WAITING}, Preempted: {S.WAITING},
+        Rewound: {S.WAITING}, Accepted: {S.WAITING},
         Registered: {S.CONNECTING, S.DEFERRED}, Finished: {S.DELEGATED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
         Failed: {S.ABANDONED},
     },
     S.CONNECTING: {
         Planned: {S.CONNECTING}, Ready: {S.CONNECTING}, PostReady: {S.CONNECTING}, Preempted: {S.CONNECTING},
+        Rewound: {S.CONNECTING}, Accepted: {S.CONNECTING},
         Connected: {S.STREAMING}, Refused: {S.DEFERRED, S.DELEGATED}, Failed: _GIVEN_UP, CancelledByD: _GIVEN_UP,
         Finished: {S.CONNECTING}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.STREAMING: {
-        Planned: {S.STREAMING, S.REWINDING}, Ready: {S.STREAMING}, PostReady: {S.STREAMING, S.NOTIFYING},
-        Landed: {S.STREAMING, S.NOTIFYING}, Lost: _ANY_ENDING, Failed: _ANY_ENDING, CancelledByD: _ANY_ENDING,
-        Preempted: {S.STREAMING, S.REWINDING}, Finished: {S.STREAMING}, Aborted: _DROPPED, LeaseExpired: _DROPPED,
+        Planned: {S.STREAMING, S.REWINDING}, Ready: {S.STREAMING},
+        PostReady: {S.STREAMING, S.UNCONFIRMED, S.NOTIFYING}, Landed: {S.STREAMING, S.UNCONFIRMED, S.NOTIFYING},
+        Lost: _ANY_ENDING, Failed: _ANY_ENDING, CancelledByD: _ANY_ENDING, Accepted: {S.STREAMING},
+        Preempted: {S.STREAMING, S.REWINDING}, Rewound: {S.STREAMING, S.REWINDING}, Finished: {S.STREAMING},
+        Aborted: _DROPPED, LeaseExpired: _DROPPED,
     },
     S.REWINDING: {
         Planned: {S.REWINDING}, Ready: {S.REWINDING}, PostReady: {S.REWINDING}, Preempted: {S.REWINDING},
+        Rewound: {S.REWINDING}, Accepted: {S.REWINDING},
         Landed: {S.REWINDING, S.STREAMING}, Lost: _ANY_ENDING, Failed: {S.DRAINING}, CancelledByD: {S.DRAINING},
         Finished: {S.REWINDING}, Aborted: {S.DRAINING}, LeaseExpired: {S.DRAINING},
     },
+    S.UNCONFIRMED: {
+        Accepted: {S.NOTIFYING}, Finished: {S.NOTIFYING},
+        Planned: {S.STREAMING}, Preempted: {S.STREAMING}, Rewound: {S.STREAMING},
+        Failed: {S.ABANDONED}, CancelledByD: {S.ABANDONED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
+    },
     S.NOTIFYING: {
         Notified: {S.NOTIFIED, S.CLOSED}, Failed: _GIVEN_UP,
-        Preempted: {S.STREAMING}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
+        Preempted: {S.STREAMING}, Rewound: {S.STREAMING}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.NOTIFIED: {
         Planned: {S.NOTIFIED}, Ready: {S.NOTIFIED}, PostReady: {S.NOTIFIED}, Preempted: {S.NOTIFIED},
-        Finished: {S.CLOSED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
+        Rewound: {S.NOTIFIED}, Finished: {S.CLOSED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.DEFERRED: {
         Planned: {S.DEFERRED}, Ready: {S.DEFERRED}, PostReady: {S.DEFERRED}, Preempted: {S.DEFERRED},
-        Finished: {S.DELEGATED}, Failed: {S.ABANDONED}, CancelledByD: {S.ABANDONED}, Aborted: {S.CLOSED},
-        LeaseExpired: {S.CLOSED},
+        Rewound: {S.DEFERRED}, Finished: {S.DELEGATED}, Failed: {S.ABANDONED}, CancelledByD: {S.ABANDONED},
+        Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.DELEGATED: {
         Ready: {S.DELEGATED}, PostReady: {S.DELEGATED}, Registered: {S.DELEGATED}, WholePosted: {S.WRITING_WHOLE},
@@ -292,12 +322,12 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     },
     S.DRAINING: {
         Planned: {S.DRAINING}, Ready: {S.DRAINING}, PostReady: {S.DRAINING}, Preempted: {S.DRAINING},
-        Landed: _ANY_ENDING, Lost: _ANY_ENDING, Failed: {S.DRAINING}, CancelledByD: {S.DRAINING},
-        Finished: {S.DRAINING}, Aborted: {S.DRAINING}, LeaseExpired: {S.DRAINING},
+        Rewound: {S.DRAINING}, Landed: _ANY_ENDING, Lost: _ANY_ENDING, Failed: {S.DRAINING},
+        CancelledByD: {S.DRAINING}, Finished: {S.DRAINING}, Aborted: {S.DRAINING}, LeaseExpired: {S.DRAINING},
     },
     S.ABANDONED: {
         Planned: {S.ABANDONED}, Ready: {S.ABANDONED}, PostReady: {S.ABANDONED}, Preempted: {S.ABANDONED},
-        Finished: {S.CLOSED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
+        Rewound: {S.ABANDONED}, Finished: {S.CLOSED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.CLOSED: {},
 }  # fmt: skip

@@ -8,7 +8,8 @@ Four phases, in the order of a push that goes well:
 
 - Nothing is posted: ``WAITING`` for D's registration, ``CONNECTING`` to D. A push by request stays ``DEFERRED``.
 - Blocks go by layer or chunk: ``STREAMING``. After a preemption the session is ``REWINDING`` until the old epoch's
-  WRITEs have ended, and starts anew. ``NOTIFYING`` sends D the completion; ``NOTIFIED`` has sent it.
+  WRITEs have ended, and starts anew. So it is if vLLM takes a step back. If it still may, the session is
+  ``UNCONFIRMED``. ``NOTIFYING`` sends D the completion; ``NOTIFIED`` has sent it.
 - Or upstream pushes the request whole: ``DELEGATED``, and ``WRITING_WHOLE`` while its WRITEs are on the wire.
 - The end: ``CLOSED``. A push that fails is ``DRAINING`` until its WRITEs have ended. It is ``ABANDONED`` after that, if
   the scheduler has not finished the request yet.
@@ -26,6 +27,7 @@ The invariants, each with the method or state that enforces it:
 - a block is posted once an epoch and only after its layer is ready (``_on_post_ready``);
 - after a preemption nothing is posted before every WRITE of the old epoch has ended (``REWINDING``);
 - D gets one completion, and only with full coverage (``_settle``);
+- D gets it only after vLLM has accepted every step of the prompt, if it may take one back (``UNCONFIRMED``);
 - a push that failed, was aborted or cancelled ends only after its WRITEs have ended (``DRAINING``), and only then
   reports that it has drained (``_end_without_completion``).
 """
@@ -52,6 +54,7 @@ from layerpush.core.push_protocol import (
     Post,
     Release,
     ReportFailure,
+    ReportRewind,
     SendFirstToken,
     State,
     Write,
@@ -84,6 +87,10 @@ class PushSession(Machine[State, Event, Action]):
         self._coverage: Coverage | None = None
         self._sampled: Sampled | None = None
         self._finished = self._dropped = self._cancelled = False  # as states, they would double most of the table
+        self._provisional = False
+        """Whether vLLM may take back a step of the prompt."""
+        self._recomputes = False
+        """Whether the scheduler computes the prompt again after the completion."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -100,12 +107,15 @@ class PushSession(Machine[State, Event, Action]):
         """The expected size of the next chunk, as a part of the newest chunk's: 0 to 1, 0 after the prompt's last."""
         return self._ready_blocks.next_part
 
-    def _on_planned(self, event: push_protocol.Planned, _: list[Action]) -> State:
+    def _on_planned(self, event: push_protocol.Planned, actions: list[Action]) -> State:
+        chunk = event.chunk
+        if self.state is S.NOTIFIED and chunk.epoch != self.epoch:
+            self._report_rewind(actions)
         if self.state in (S.NOTIFIED, S.ABANDONED, S.DRAINING):
             return self.state
-        chunk = event.chunk
         state = self.state if chunk.epoch == self.epoch else self._restart(chunk.epoch)
         self._ready_blocks.plan(chunk)
+        self._provisional = chunk.provisional
         return state
 
     def _on_ready(self, event: push_protocol.Ready, _: list[Action]) -> State:
@@ -183,9 +193,22 @@ class PushSession(Machine[State, Event, Action]):
         return S.WRITING_WHOLE
 
     def _on_preempted(self, _: push_protocol.Preempted, __: list[Action]) -> State:
+        if self.state is S.NOTIFIED:
+            self._recomputes = True  # the same tokens: D has the right KV
         if self.state in (S.NOTIFIED, S.ABANDONED, S.DRAINING):
             return self.state
         return self._restart(self.epoch + 1)
+
+    def _on_rewound(self, _: push_protocol.Rewound, actions: list[Action]) -> State:
+        if self.state is S.NOTIFIED:
+            self._report_rewind(actions)
+        if self.state in (S.NOTIFIED, S.ABANDONED, S.DRAINING):
+            return self.state
+        return self._restart(self.epoch + 1)
+
+    def _on_accepted(self, _: push_protocol.Accepted, actions: list[Action]) -> State:
+        self._provisional = False
+        return self._settle(actions) if self.state is S.UNCONFIRMED else self.state
 
     def _on_finished(self, event: push_protocol.Finished, actions: list[Action]) -> State:
         self._finished, self._sampled = True, event.sampled
@@ -195,7 +218,7 @@ class PushSession(Machine[State, Event, Action]):
             return S.DELEGATED
         if self.state in (S.NOTIFIED, S.ABANDONED):
             return self._release(actions)
-        return self.state
+        return self._settle(actions) if self.state is S.UNCONFIRMED else self.state
 
     def _on_dropped(self, event: push_protocol.Aborted | push_protocol.LeaseExpired, actions: list[Action]) -> State:
         self._dropped = True
@@ -233,6 +256,8 @@ class PushSession(Machine[State, Event, Action]):
         assert self.registration is not None
         if not self._coverage.full:
             raise CoverageError(f"{self.request_id}: every WRITE landed but not every block is covered")
+        if self._provisional and not self._finished:
+            return S.UNCONFIRMED
         actions.append(Notify(self.registration))
         return S.NOTIFYING
 
@@ -244,7 +269,14 @@ class PushSession(Machine[State, Event, Action]):
             self._coverage = Coverage(self._ready_blocks.wanted)
         if self.state is S.STREAMING and self.in_flight:
             return S.REWINDING
-        return S.STREAMING if self.state is S.NOTIFYING else self.state
+        return S.STREAMING if self.state in (S.UNCONFIRMED, S.NOTIFYING) else self.state
+
+    def _report_rewind(self, actions: list[Action]) -> None:
+        """Once, and only for the steps that the completion rests on."""
+        if not self._recomputes:
+            self._recomputes = True
+            assert self.registration is not None
+            actions.append(ReportRewind(self.registration))
 
     def _fail(self, reason: str, actions: list[Action]) -> State:
         if self.in_flight and self.outcome == "pending":
@@ -288,6 +320,8 @@ class PushSession(Machine[State, Event, Action]):
         push_protocol.Notified: _on_notified,
         push_protocol.WholePosted: _on_whole_posted,
         push_protocol.Preempted: _on_preempted,
+        push_protocol.Rewound: _on_rewound,
+        push_protocol.Accepted: _on_accepted,
         push_protocol.Finished: _on_finished,
         push_protocol.Aborted: _on_dropped,
         push_protocol.LeaseExpired: _on_dropped,

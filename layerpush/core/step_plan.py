@@ -37,6 +37,7 @@ class ChunkPlan:
     that are complete after it and were not before. The last chunk also holds the partly filled last block. Without
     ``streams`` the chunk is only watched: its prompt is pushed whole. ``mode`` is the request's choice; None: the
     engine's configuration decides. The blocks of a ``cached`` chunk were computed by steps before this one.
+    ``provisional``: vLLM may take the step back after it has run.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class ChunkPlan:
     streams: bool = True
     mode: PushMode | None = None
     cached: bool = False
+    provisional: bool = False
 
     @property
     def final(self) -> bool:
@@ -58,15 +60,22 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The chunks of one engine step. ``preempted`` requests lost their blocks before it."""
+    """The chunks of one engine step. ``preempted`` requests lost their blocks before it; steps of ``rewound`` requests
+    were taken back before it. No step of the prompts of ``accepted`` requests can be taken back any more.
+    """
 
     chunks: tuple[ChunkPlan, ...] = ()
     preempted: tuple[str, ...] = ()
+    rewound: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class PromptProgress:
-    """The part of one prompt that is planned already. The scheduler has one per request."""
+    """The part of one prompt that is planned already. The scheduler has one per request.
+
+    ``provisional``: vLLM may take back a step of this epoch. ``rewound``: it has taken one back.
+    """
 
     request_id: str
     block_sizes: tuple[int, ...]
@@ -75,6 +84,8 @@ class PromptProgress:
     epoch: int = 0
     chunks: int = 0
     planned_tokens: int = 0
+    provisional: bool = False
+    rewound: bool = False
     planned_blocks: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,6 +93,10 @@ class PromptProgress:
 
     def restart(self) -> None:
         """The request was preempted and lost its blocks: plan the whole prompt again, in a new epoch."""
+        self.provisional = False
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
         self.epoch += 1
         self.chunks = self.planned_tokens = 0
         self.planned_blocks = [0] * len(self.block_sizes)
@@ -107,7 +122,8 @@ class PromptProgress:
         planned again, in a new epoch.
         """
         if start < min(self.planned_tokens, prompt_tokens):
-            self.restart()
+            self.rewound = True
+            self._begin_epoch()
         end = min(start + scheduled, prompt_tokens)
         if end <= start or end <= self.planned_tokens:
             return None
@@ -135,6 +151,7 @@ class PromptProgress:
             self.streams,
             self.mode,
             cached,
+            self.provisional,
         )
 
     def _note(self, chunk: ChunkPlan) -> None:

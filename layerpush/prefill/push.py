@@ -51,6 +51,7 @@ from layerpush.core.push_protocol import (
     Registered,
     Release,
     ReportFailure,
+    ReportRewind,
     SendFirstToken,
     State,
     WholePosted,
@@ -301,6 +302,14 @@ class Push:
     def _report_failure(self, action: ReportFailure) -> None:
         self._shared.host.report_failure(action)
 
+    def _report_rewind(self, action: ReportRewind) -> None:
+        logger.error(
+            "push of %s: vLLM has taken back a step after its completion; %s may have been computed from wrong KV",
+            self.request_id,
+            action.registration.request_id,
+        )
+        self._shared.meter.rewound()
+
     def _send_first_token(self, action: SendFirstToken) -> None:
         self._shared.host.send_first_token(action)
 
@@ -314,6 +323,7 @@ class Push:
         Notify: _notify,
         Delegate: _delegate,
         ReportFailure: _report_failure,
+        ReportRewind: _report_rewind,
         SendFirstToken: _send_first_token,
         Release: _release,
     }

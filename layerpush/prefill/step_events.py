@@ -7,9 +7,9 @@ sweep at the end of the step covers every layer that no hook reported.
 ``layer_saved`` runs between a model's operations, with cold processor caches. There each object and each call costs
 about a microsecond. So the events of layers are made once, and one entry of the queue is all that a hook makes.
 
-A revocation takes a request's blocks away: an abort, a preemption, the end of a lease. It must not queue behind steps
-that are still being computed, so it takes effect at once. From then on ``is_void`` is true of every step that was armed
-for the request before, whether or not the writer has seen it.
+A revocation takes a request's blocks away, or steps back that have filled them: an abort, a preemption, a rewind, the
+end of a lease. It must not queue behind steps that are still being computed, so it takes effect at once. From then on
+``is_void`` is true of every step that was armed for the request before, whether or not the writer has seen it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Protocol
 
 from layerpush.core.first_token import Sampled
-from layerpush.core.push_protocol import Aborted, LeaseExpired, Preempted
+from layerpush.core.push_protocol import Aborted, LeaseExpired, Preempted, Rewound
 from layerpush.core.step_plan import ChunkPlan, StepPlan
 
 QUEUE_LIMIT = 1 << 16
@@ -73,6 +73,14 @@ class StepEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class StepsAccepted:
+    """No step of these requests' prompts can be taken back any more. ``step`` is the last that was armed before."""
+
+    step: int
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFinished:
     """The scheduler finished a request and holds its blocks for the push.
 
@@ -91,11 +99,11 @@ class Revoked:
     """``event`` takes a request's blocks away. ``started`` is the first step that was armed for it, 0 if none was."""
 
     request_id: str
-    event: Preempted | Aborted | LeaseExpired
+    event: Preempted | Rewound | Aborted | LeaseExpired
     started: int
 
 
-StepEvent = StepStarted | LayerSaved | ForwardEnded | StepEnded
+StepEvent = StepStarted | LayerSaved | ForwardEnded | StepEnded | StepsAccepted
 
 
 class StepEvents:
@@ -140,8 +148,10 @@ class StepEvents:
 
         Ends the step before if vLLM has not: in a pipeline with a drafter, only the last rank's runner does.
         """
-        self.revoke(plan.preempted, aborted)
+        self.revoke(plan.preempted, aborted, plan.rewound)
         self.sweep()
+        if plan.accepted:
+            self._put(StepsAccepted(self._step, plan.accepted), self._wake, fenced=False)
         self._step += 1
         self._running, self._armed = True, bool(plan.chunks)
         self._to_come = self._layers
@@ -153,10 +163,12 @@ class StepEvents:
             fenced = any(chunk.cached for chunk in plan.chunks)
             self._put(StepStarted(self._step, plan.chunks), self._wake, fenced=fenced)
 
-    def revoke(self, preempted: Iterable[str] = (), aborted: Iterable[str] = ()) -> None:
-        """These requests lose their blocks before the next step runs. Main thread."""
+    def revoke(self, preempted: Iterable[str] = (), aborted: Iterable[str] = (), rewound: Iterable[str] = ()) -> None:
+        """These requests lose their blocks, or steps that have filled them, before the next step runs. Main thread."""
         for request_id in preempted:
             self._revoke(request_id, Preempted())
+        for request_id in rewound:
+            self._revoke(request_id, Rewound())
         for request_id in aborted:
             self._last_step.pop(request_id, None)
             self._revoke(request_id, Aborted())
@@ -263,7 +275,7 @@ class StepEvents:
         """Whether the device computes after its calls return."""
         return self._fences is not None
 
-    def _revoke(self, request_id: str, event: Preempted | Aborted | LeaseExpired) -> None:
+    def _revoke(self, request_id: str, event: Preempted | Rewound | Aborted | LeaseExpired) -> None:
         with self._void_lock:
             self._void[request_id] = self._step + 1
             self._revoked.append(Revoked(request_id, event, self._first_step.pop(request_id, 0)))

@@ -33,6 +33,7 @@ from layerpush.core.layout import CacheLayout
 from layerpush.core.push_policy import SHORT_PROMPT, Policy
 from layerpush.core.push_protocol import (
     Aborted,
+    Accepted,
     CancelledByD,
     Finished,
     LeaseExpired,
@@ -47,7 +48,14 @@ from layerpush.prefill.host import Host, Identity
 from layerpush.prefill.layer_interval import LONGEST_S, LayerInterval
 from layerpush.prefill.push import Push, Shared
 from layerpush.prefill.push_table import PushTable
-from layerpush.prefill.step_events import ForwardEnded, LayerSaved, RequestFinished, StepEvents, StepStarted
+from layerpush.prefill.step_events import (
+    ForwardEnded,
+    LayerSaved,
+    RequestFinished,
+    StepEvents,
+    StepsAccepted,
+    StepStarted,
+)
 from layerpush.prefill.step_schedule import StepSchedule
 from layerpush.prefill.unhooked_layers import UnhookedLayers
 from layerpush.telemetry.metrics.pushes import PushMeter
@@ -140,12 +148,21 @@ class PushWriter:
                 self._begin_step(event, at)
             elif isinstance(event, ForwardEnded):
                 self._sweep(event.layers, at)
+            elif isinstance(event, StepsAccepted):
+                self._accepted(event)
             else:
                 self._end_step(at)
         for done in self._step_events.finished(self._swept):
             if not self._step_events.is_void(done.request_id, done.step):
                 self._finished(done)
         self._step_events.forget_void()
+
+    def _accepted(self, event: StepsAccepted) -> None:
+        for request_id in event.request_ids:
+            push = self._pushes.get(request_id)
+            void = self._step_events.is_void(request_id, event.step)
+            if push is not None and not void and push.session.accepts(Accepted):
+                push.handle(Accepted())
 
     def _take_revoked(self) -> None:
         for revoked in self._step_events.revoked():

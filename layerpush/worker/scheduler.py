@@ -28,6 +28,7 @@ from layerpush.core.first_token import Sampled
 from layerpush.core.last_window import LastWindows
 from layerpush.core.postponed_loads import PostponedLoads
 from layerpush.core.prefix_hits import PrefixHits, Tables
+from layerpush.core.provisional_steps import ProvisionalSteps
 from layerpush.core.request_params import chosen_mode, transfer_id
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.unreported_aborts import NEXT_REPORT_S
@@ -84,6 +85,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._dropped: dict[str, tuple[Request, list[range]]] = {}
         """P's requests whose last token needs blocks that vLLM drops, and the indices of those blocks in each group."""
         self._prefix_hits = PrefixHits(self._block_sizes)
+        self._provisional_steps = ProvisionalSteps(self._block_sizes, vllm_config.max_concurrent_batches)
+        self._token_may_be_stale = vllm_config.max_concurrent_batches > 1
+        """After a rewind, vLLM may give a request the token of a step that it has taken back."""
         self._prompt_digests: dict[str, str] = {}
         self._sampled: dict[str, Sampled] = {}
         self._traces_requests = traces_requests(vllm_config)
@@ -106,6 +110,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self.metrics = Reporter("scheduler")
         watch_peer_errors(self.metrics, self._request_filter.peer_errors)
         receives = vllm_config.kv_transfer_config.is_kv_consumer
+        self._sends = vllm_config.kv_transfer_config.is_kv_producer
         if receives:
             failed_loads.install()
         self._trace = TraceFile(config.trace_dir if receives else None, engine_id, SCHEDULER_RANK)
@@ -193,6 +198,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         known = self._prompts.get(request.request_id)
         if known is not None:
             known[1].restart()
+            self._provisional_steps.forget(request.request_id)
             return
         chosen = chosen_mode(request.kv_transfer_params)
         long_enough = request.num_prompt_tokens >= self._config.layerwise_min_tokens
@@ -297,8 +303,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request, and cancel its load if it has one. Returns vLLM's answer."""
-        self._prompts.pop(request.request_id, None)
+        known = self._prompts.pop(request.request_id, None)
         self._prefix_hits.forget(request.request_id)
+        self._provisional_steps.forget(request.request_id)
         self._answered.discard(request.request_id)
         self._withdrawn.discard(request.request_id)
         self._unplaced.pop(request.request_id, None)
@@ -313,7 +320,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
         if not outcome[0]:
             self.last_windows.release(request.request_id)
-        if outcome[0] and (sampled := self.sampled_token(request)) is not None:
+        stale = self._token_may_be_stale and known is not None and known[1].rewound
+        if outcome[0] and not stale and (sampled := self.sampled_token(request)) is not None:
             self._sampled[request.request_id] = sampled
         if never_registered:
             self.cancel_receive(request.request_id)
@@ -338,11 +346,13 @@ class LayerwisePushScheduler(VllmPushScheduler):
         return self._step_is_due or time.perf_counter() < self._workers_settle_until
 
     def _plan(self, output: SchedulerOutput) -> StepPlan:
-        cached = self._cached(output)
+        accepted = tuple(request_id for request_id in self._provisional_steps.begin() if self._is_computed(request_id))
+        hits = self._prefix_hits.take(output.num_scheduled_tokens)
+        cached = self._cached(output, hits) if hits and self._sends else {}
         if not self._prompts:
             return StepPlan()
-        revoked = {request_id for request_id in output.preempted_req_ids or () if request_id in self._prompts}
-        chunks = []
+        preempted = tuple(request_id for request_id in output.preempted_req_ids or () if request_id in self._prompts)
+        rewound, chunks = [], []
         blocks = output.kv_connector_block_state
         assert blocks is not None
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -355,13 +365,23 @@ class LayerwisePushScheduler(VllmPushScheduler):
                 continue
             tables = transfer_tables(self.kv_cache_config, table)
             epoch = progress.epoch
+            new = []
             if not progress.chunks and cached.get(request_id):
-                chunks.append(progress.found(cached[request_id], request.num_prompt_tokens, tables))
-            chunk = progress.advance(request.num_computed_tokens, scheduled, request.num_prompt_tokens, tables)
+                new.append(progress.found(cached[request_id], request.num_prompt_tokens, tables))
+            new.append(progress.advance(request.num_computed_tokens, scheduled, request.num_prompt_tokens, tables))
             if progress.epoch != epoch:
-                revoked.add(request_id)
-            chunks.append(chunk)
-        return StepPlan(tuple(chunk for chunk in chunks if chunk is not None), tuple(revoked))
+                rewound.append(request_id)
+                self._provisional_steps.forget(request_id)
+            if progress.provisional and any(chunk is not None and chunk.final for chunk in new):
+                self._provisional_steps.awaits(request_id)
+            chunks += new
+        planned = tuple(chunk for chunk in chunks if chunk is not None)
+        return StepPlan(planned, preempted, tuple(rewound), accepted)
+
+    def _is_computed(self, request_id: str) -> bool:
+        """Whether vLLM counts the request's whole prompt as computed: it has taken no step of it back."""
+        known = self._prompts.get(request_id)
+        return known is not None and known[0].num_computed_tokens >= known[0].num_prompt_tokens
 
     def _is_short_of_blocks(self) -> bool:
         """Whether a request that vLLM has looked at in this step needs more blocks than are free."""
@@ -377,11 +397,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
                 assert blocks is not None
                 self.last_windows.hold(request_id, dropped, blocks.get_block_ids(request_id))
 
-    def _cached(self, output: SchedulerOutput) -> dict[str, int]:
-        """Leading tokens in P's memory before the step, by request id. Empty if that matters to no push."""
-        hits = self._prefix_hits.take(output.num_scheduled_tokens)
-        if not any(hits.get(request_id) for request_id, (_, progress) in self._prompts.items() if not progress.chunks):
-            return {}
+    def _cached(self, output: SchedulerOutput, hits: Mapping[str, int]) -> dict[str, int]:
+        """Leading tokens in P's memory before the step, by request id. Empty if that matters to no push.
+
+        Notes also which of these requests, the ones that begin to run, read blocks that may be lost.
+        """
         old, blocks = output.scheduled_cached_reqs, output.kv_connector_block_state
         computed = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
         computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -391,4 +411,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
             assert table is not None
             return transfer_tables(self.kv_cache_config, table)
 
+        for request_id in self._provisional_steps.found(hits, computed, tables):
+            if request_id in self._prompts:
+                self._prompts[request_id][1].provisional = True
+        if not any(hits.get(request_id) for request_id, (_, progress) in self._prompts.items() if not progress.chunks):
+            return {}
         return self._prefix_hits.in_memory(hits, output.num_scheduled_tokens, computed, tables)

@@ -293,7 +293,8 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def revoke(self, metadata: LayerwiseMetadata) -> None:
         """A step will take these requests' blocks away, and may overwrite them before ``arm``."""
-        self.step_events.revoke(metadata.step_plan.preempted, metadata.reqs_not_processed)
+        plan = metadata.step_plan
+        self.step_events.revoke(plan.preempted, metadata.reqs_not_processed, plan.rewound)
 
     def lease_expired(self, request_id: str) -> None:
         """The lease of a finished request is over. Comes before its blocks are freed."""

@@ -85,6 +85,14 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "Unclaimed: P waits for D. Pending registrations: D waits for P.",
         ),
     ),
+    "Prefill: other connectors": (
+        Panel(
+            "Taken back after the completion",
+            "ops",
+            {"pushes": rate(catalog.REWOUND_PUSHES)},
+            "Any of them may be a wrong answer of D.",
+        ),
+    ),
     "Prefill: routers": (
         Panel(
             "Early answers",

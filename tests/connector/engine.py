@@ -110,6 +110,8 @@ class Engine:
         self.received: list[str] = []
         self.failed: list[str] = []
         """Requests with a failed load."""
+        self.lost: set[int] = set()
+        """Indices of blocks that another connector loses in the next step, in the tables of the step's requests."""
         self.finished: list[str] = []
         self.transfer_params: dict[str, dict[str, Any]] = {}
         self.stats: list[dict[str, Any]] = []
@@ -189,6 +191,10 @@ class Engine:
     def processed(self, output: SchedulerOutput, ready: list[str], result: KVConnectorOutput) -> None:
         """The step is over: the scheduler gets its results."""
         assert not result.invalid_block_ids
+        result.invalid_block_ids = {
+            self.blocks(one)[index] for one in output.num_scheduled_tokens for index in self.lost
+        }
+        self.lost = set()
         self.sent += sorted(result.finished_sending or ())
         self.received += sorted((result.finished_recving or set()) - result.failed_recving)
         self.failed += sorted(result.failed_recving)
@@ -255,10 +261,14 @@ def pattern(layer: int, token: int, position: int) -> float:
     return float(layer * 10_000 + position * 10 + token % 7)
 
 
-def holds_prompt(engine: Engine, blocks: list[int], tokens: int, names: Sequence[str] = NAMES) -> bool:
-    """Whether these blocks hold the KV of ``Engine.add``'s prompt in the first layers, ``names``."""
+def holds_prompt(
+    engine: Engine, blocks: list[int], tokens: int, names: Sequence[str] = NAMES, *, first: int = 0
+) -> bool:
+    """Whether these blocks hold the KV of ``Engine.add``'s prompt in the first layers, ``names``. ``blocks`` are those
+    of the whole prompt, whose tokens before ``first`` do not count.
+    """
     for layer, name in enumerate(names):
-        for position in range(tokens):
+        for position in range(first, tokens):
             cell = engine.caches[name][blocks[position // BLOCK_SIZE], :, position % BLOCK_SIZE]
             if not bool((cell == pattern(layer, 3 + position, position)).all()):
                 return False

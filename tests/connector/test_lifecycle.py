@@ -8,8 +8,10 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from vllm.v1.request import Request, RequestStatus
 
 from layerpush.compat import engine_wake
+from layerpush.core.push_protocol import State
 from layerpush.core.step_plan import StepPlan
 from layerpush.transport import cuda
 from layerpush.transport.base import TransportError
@@ -378,6 +380,74 @@ def test_a_preempted_request_is_pushed_again_from_the_start(engine: Build) -> No
     assert [(chunk.epoch, chunk.start) for chunk in chunks] == [(1, 0), (1, 64), (1, 128), (1, 192)]
     ends_well(p, d)
     assert holds_prompt(d, blocks, TOKENS)
+
+
+def load_from_elsewhere(engine: Engine, tokens: int) -> None:
+    """From now on another connector loads so many tokens of each prompt, in the prompt's first step."""
+    ours = engine.connector.get_num_new_matched_tokens
+
+    def matched(request: Request, computed: int) -> tuple[int, bool]:
+        ours(request, computed)
+        return tokens - computed, False
+
+    engine.connector.get_num_new_matched_tokens = matched
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["alone", "beside another connector"])
+def test_a_completion_waits_for_the_next_step_only_beside_another_connector(engine: Build, elsewhere: bool) -> None:
+    """Alone, P's engine need not step again. Beside another connector, the next step says that none was taken back."""
+    p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
+    asks_first(p, d)
+    if elsewhere:
+        load_from_elsewhere(p, 64)
+    p.prefill("r-1", TOKENS)
+    steps = STEPS - elsewhere
+    outputs = [p.step() for _ in range(steps)]
+    chunks = [chunk for output in outputs for chunk in output.kv_connector_metadata.step_plan.chunks]
+    assert [chunk.provisional for chunk in chunks] == [elsewhere] * steps
+    assert p.finished == ["r-1"]
+    if elsewhere:
+        session = p.writer._pushes["r-1"].session
+        until(lambda: session.state is State.UNCONFIRMED)
+        d.step()
+        assert d.received == []
+        p.step()
+    step_until(d, done=lambda: d.received == ["r-1"])
+    ends_well(p, d)
+
+
+@pytest.mark.parametrize("tokens", [1, 3], ids=["ends", "goes on"])
+def test_steps_that_vllm_takes_back_begin_a_new_epoch(engine: Build, tokens: int) -> None:
+    p, d = engine("kv_producer", {"granularity": "layer"}, max_num_batched_tokens=512), engine("kv_consumer")
+    p.scheduler.recompute_kv_load_failures = True
+    blocks = asks_first(p, d)
+    load_from_elsewhere(p, 96)
+    request = p.prefill("r-1", TOKENS)
+    request.max_tokens = request.sampling_params.max_tokens = tokens
+    p.lost = {1}
+    plan = p.step().kv_connector_metadata.step_plan
+    assert [(chunk.epoch, chunk.start, chunk.provisional) for chunk in plan.chunks] == [(0, 96, True)]
+    assert request.num_computed_tokens == 32
+    plan = p.step().kv_connector_metadata.step_plan
+    assert (plan.preempted, plan.rewound, plan.accepted) == ((), ("r-1",), ())
+    assert [(chunk.epoch, chunk.start, chunk.groups[0].first) for chunk in plan.chunks] == [(1, 32, 0)]
+    plan = p.step().kv_connector_metadata.step_plan
+    assert plan.accepted == (() if tokens == 1 else ("r-1",)), "a request that has ended needs no other word"
+    step_until(p, d, done=lambda: "r-1" in d.received)
+    assert holds_prompt(d, blocks, TOKENS, first=32), "the first block was loaded from elsewhere: the engine has no KV"
+
+
+def test_a_request_that_ends_by_a_step_taken_back_is_not_pushed(engine: Build) -> None:
+    """vLLM with steps in flight may take a request's steps back, and end it with a token of the next step."""
+    p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
+    asks_first(p, d)
+    request = p.prefill("r-1", TOKENS)
+    run(p, 2)
+    request.num_computed_tokens = 32
+    p.scheduler.finish_requests("r-1", RequestStatus.FINISHED_LENGTH_CAPPED)
+    step_until(p, d, done=lambda: d.failed == ["r-1"])
+    assert p.transfer_params.get("r-1") is None
+    assert gives_everything_back(p)
 
 
 def test_a_cached_prefix_is_sent_before_the_step_computes_a_layer(engine: Build) -> None:

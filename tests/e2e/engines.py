@@ -1,6 +1,15 @@
 """The engines that the tests use. Equal specs are one process, so tests choose from here."""
 
-from tests.e2e.enginespec import BLOCK_SIZE, LAYERWISE, STOCK, TRACE, EngineSpec, transfer, wrapped_in_multi
+from tests.e2e.enginespec import (
+    BLOCK_SIZE,
+    LAYERWISE,
+    STOCK,
+    TRACE,
+    EngineSpec,
+    beside_store,
+    transfer,
+    wrapped_in_multi,
+)
 from tests.e2e.models import SHAPE
 
 PREFIX_CACHING = (("enable_prefix_caching", True),)
@@ -51,6 +60,20 @@ P_SILENT = EngineSpec(
     transfer("SilentAttention", module_path="tests.e2e.silent", granularity="layer", trace_dir=TRACE),
 )
 
+# The store is asked before layerpush, or after it.
+P_BEHIND_STORE, P_BEFORE_STORE = (
+    EngineSpec(
+        name,
+        "P",
+        beside_store(transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), "kv_producer", first=first),
+        PREFIX_CACHING,
+    )
+    for name, first in (("P-behind-store", True), ("P-before-store", False))
+)
+P_STEPS_IN_FLIGHT = EngineSpec(
+    "P-steps-in-flight", "P", P_BEHIND_STORE.transfer, (*PREFIX_CACHING, ("async_scheduling", True))
+)
+
 R = EngineSpec("R", "R", None)
 D_LAYER = EngineSpec("D-layer", "D", transfer(LAYERWISE))
 # Room for 1,248 tokens: three prompts of 300, but not with answers of 200.
@@ -63,6 +86,15 @@ D_TIGHT = EngineSpec(
 D_CACHING = EngineSpec("D-caching", "D", transfer(LAYERWISE), PREFIX_CACHING)
 D_NO_GROUPS = EngineSpec("D-no-groups", "D", transfer(LAYERWISE), NO_GROUPS)
 D_STOCK = EngineSpec("D-stock", "D", transfer(STOCK))
+D_BEHIND_STORE, D_BEFORE_STORE = (
+    EngineSpec(
+        name,
+        "D",
+        beside_store(transfer(LAYERWISE, on_failed_load="recompute"), "kv_consumer", first=first),
+        PREFIX_CACHING,
+    )
+    for name, first in (("D-behind-store", True), ("D-before-store", False))
+)
 D_MULTI = EngineSpec("D-multi", "D", wrapped_in_multi(LAYERWISE, "kv_consumer"))
 
 CORRUPTED_LAYER = 5

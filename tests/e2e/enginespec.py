@@ -97,6 +97,24 @@ def transfer(
     return json.dumps(fields, sort_keys=True)
 
 
+def beside_store(inner: str, kv_role: str, *, first: bool, **store: Any) -> str:
+    """A MultiConnector around the connector of ``inner``, as `transfer` makes it, and a `MemoryStore`.
+
+    ``first``: the store is asked before the connector. ``store`` is its kv_connector_extra_config.
+    """
+    child = json.loads(inner) | {"kv_role": kv_role}
+    outer = {name: child.pop(name) for name in ("kv_load_failure_policy",) if name in child}
+    other = {
+        "kv_connector": "MemoryStore",
+        "kv_connector_module_path": "tests.e2e.memorystore",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": store,
+    }
+    children = {"connectors": [other, child] if first else [child, other]}
+    outer |= {"kv_connector": "MultiConnector", "kv_connector_extra_config": children}
+    return json.dumps(outer, sort_keys=True)
+
+
 def wrapped_in_multi(connector: str, kv_role: str, *, store: str | None = None, **extra: Any) -> str:
     """A MultiConnector around a single connector, or around one and an ExampleConnector with the folder ``store``."""
     inner = [{"kv_connector": connector, "kv_role": kv_role, "kv_connector_extra_config": extra}]

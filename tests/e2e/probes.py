@@ -141,10 +141,14 @@ def wait_until_forgotten(host: HostedEngine, texts: list[str], allowed: tuple[st
 
 
 def nixl_worker() -> Any:
-    """This process's NIXL worker. None without a connector, behind other connectors, and for other processes."""
+    """This process's NIXL worker, also behind a MultiConnector. None without one, and for other processes."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    return getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
+    if not has_kv_transfer_group():
+        return None
+    group: Any = get_kv_transfer_group()
+    workers = (getattr(one, "connector_worker", None) for one in getattr(group, "sub_connectors", [group]))
+    return next((worker for worker in workers if worker is not None), None)
 
 
 def connector_worker() -> Any:

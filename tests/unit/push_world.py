@@ -33,6 +33,8 @@ class Shape:
     policy: Policy = field(default_factory=Policy)
     nulls: tuple[int, ...] = (0, 0, 0)
     """Leading null blocks in each group's table, as a sliding window leaves them."""
+    provisional: bool = False
+    """The scheduler may take back a step of the first epoch."""
 
     def table(self, group: int, epoch: int) -> list[int]:
         count = blocks_of(self.tokens, self.block_sizes[group])
@@ -75,11 +77,19 @@ class PushWorld:
     tokens: int = 0
     outcome: Outcome = "pending"
     failure: str | None = None
+    accepted: bool = False
+    """The scheduler has accepted every step of the prompt."""
+    rewinds: int = 0
+    late_rewinds: int = 0
+    """Rewinds of steps that a completion rests on."""
+    recomputes: bool = False
+    """The scheduler has preempted or rewound the request after its completion."""
+    rewinds_reported: int = 0
 
     def __post_init__(self) -> None:
         shape = self.shape
         self.session = PushSession("p-1", shape.layer_groups, [LAYER_BYTES] * len(shape.layer_groups), shape.policy)
-        self._progress = PromptProgress("p-1", shape.block_sizes)
+        self._progress = PromptProgress("p-1", shape.block_sizes, provisional=shape.provisional)
         self.registration = registration(
             *(shape.targets(group) for group in range(len(shape.block_sizes))), sampling="greedy"
         )
@@ -97,6 +107,15 @@ class PushWorld:
     def revocable(self) -> bool:
         """The scheduler may take the blocks away, even while the writer is about to send the completion."""
         return not self.finished and not self.gone
+
+    @property
+    def is_provisional(self) -> bool:
+        return self._progress.provisional and not self.accepted and not self.finished
+
+    @property
+    def may_be_rewound(self) -> bool:
+        """Another connector may report a lost block. It should do so before the scheduler accepts the step."""
+        return self.shape.provisional and self.revocable and bool(self.chunks) and not self.unready
 
     @property
     def registrable(self) -> bool:
@@ -174,6 +193,10 @@ class PushWorld:
                 assert not self.drained_failures
                 assert action == push_protocol.SendFirstToken(self.registration, SAMPLED.token)
                 self.tokens += 1
+            elif isinstance(action, push_protocol.ReportRewind):
+                assert self.notified
+                assert action.registration == self.registration
+                self.rewinds_reported += 1
             elif isinstance(action, push_protocol.Release):
                 assert self.finished
                 assert not self.gone
@@ -185,6 +208,7 @@ class PushWorld:
             self._check_left(event)
         assert (self.session.outcome, self.session.failure) == (self.outcome, self.failure)
         assert self.completions <= 1
+        assert self.rewinds_reported == self.late_rewinds
         assert len(self.delegates) == len(set(self.delegates))
         assert self.releases <= 1
         assert self.tokens <= 1
@@ -192,7 +216,7 @@ class PushWorld:
             assert self.tokens, "D waits for the token"
         upstreams = {push_protocol.WHOLE.id} if self.upstream_busy else set()
         assert set(self.session.in_flight) == set(self.in_flight) | upstreams
-        if self.state in (State.CLOSED, State.ABANDONED, State.NOTIFYING, State.NOTIFIED):
+        if self.state in (State.CLOSED, State.ABANDONED, State.UNCONFIRMED, State.NOTIFYING, State.NOTIFIED):
             assert not self.in_flight
         if self.state in (State.CLOSED, State.ABANDONED):
             completed = self.notified or self.delivered
@@ -201,6 +225,8 @@ class PushWorld:
             assert self.in_flight or self.upstream_busy, "no WRITE to wait for"
         if self.state is State.CLOSED:
             assert self.releases or self.gone
+        if self.state is State.UNCONFIRMED:
+            assert self.is_provisional, "nothing to wait for"
         if self.state in (State.ABANDONED, State.NOTIFIED):
             assert not self.finished, "the scheduler has finished the request, and waits for its blocks"
         if self.state is State.DELEGATED:
@@ -244,10 +270,38 @@ class PushWorld:
         self._progress.restart()
         self.computed, self.chunks, self.unready = 0, [], set()
         self.ready, self.posted, self.landed = set(), set(), set()
+        self.accepted = False
+        self.late_rewinds += self.notified and not self.recomputes and not announced  # it looks like one
+        self.recomputes |= self.notified
         if self.state is State.NOTIFYING:
             self.completions -= 1  # the completion is cancelled before it is sent
         if announced:
             self.send(push_protocol.Preempted())
+
+    def accept(self) -> None:
+        """The scheduler has processed the results of all steps of the prompt."""
+        self.accepted = True
+        if self.session.accepts(push_protocol.Accepted):
+            self.send(push_protocol.Accepted())
+
+    def rewind(self, *, announced: bool) -> None:
+        """The scheduler takes the last step back; the next plan begins a new epoch. It follows at once if unannounced.
+
+        It is as if the blocks were other ones: their bytes are.
+        """
+        self.epoch += 1
+        self._progress._begin_epoch()
+        self.computed = self.chunks[-1].start
+        self.chunks, self.unready = [], set()
+        self.ready, self.posted, self.landed = set(), set(), set()
+        self.accepted = False
+        self.rewinds += 1
+        self.late_rewinds += self.notified and not self.recomputes
+        self.recomputes |= self.notified
+        if self.state is State.NOTIFYING:
+            self.completions -= 1
+        if announced:
+            self.send(push_protocol.Rewound())
 
     def finish(self) -> None:
         self.finished = True
@@ -366,6 +420,7 @@ class PushWorld:
         assert self.state is State.NOTIFYING
         assert action.registration == self.registration
         assert self.prompt_ready
+        assert not self.is_provisional, "completed although the scheduler may take a step back"
         assert self.landed == self.wanted, "completed although something is missing"
         assert not self.in_flight
         assert not self.failures, "completed after a reported failure"
@@ -406,6 +461,8 @@ class PushWorld:
                 if self.computed < self.shape.tokens and not self.unready:
                     self.plan(self.shape.tokens)
                 self.sweep()
+            elif self.running and self.is_provisional:
+                self.accept()
             elif self.running:
                 self.finish()
             elif self.upstream_busy:

@@ -42,12 +42,15 @@ MUTANT_STORMS = 300
 def test_storms_end_well() -> None:
     outcomes: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
+    rewinds = 0
     for seed in range(STORMS):
         world = storm(seed)
         outcomes.update(world.outcomes)
         tokens.update(world.tokens)
+        rewinds += world.rewinds
     assert outcomes["loaded"] > STORMS, "too few loads complete to prove anything"
     assert outcomes["failed"] > STORMS
+    assert rewinds > STORMS // 10
     assert tokens["token"] > STORMS // 2, tokens
     assert all(tokens[missing] > STORMS // 20 for missing in ("late", "other_sampling")), tokens
 

@@ -28,14 +28,24 @@ SHAPES = {
     "nothing wanted": Shape(8, (0,), (4,), (0,)),
     "two groups": Shape(8, (0, 1), (4, 8), (2, 1), Policy(max_in_flight=1)),
     "a sliding window": Shape(8, (0,), (4,), (2,), nulls=(1, 0, 0)),
+    "beside another connector": Shape(8, (0,), (4,), (1,), Policy(max_in_flight=1), provisional=True),
+    "beside another connector, nothing wanted": Shape(4, (0,), (4,), (0,), provisional=True),
+    "beside another connector, preempted": Shape(4, (0,), (4,), (1,), provisional=True),
+    "beside another connector, only watched": Shape(4, (0,), (4,), (1,), Policy("request"), provisional=True),
     "only watched": Shape(8, (0, 0), (4,), (2,), Policy("request")),
 }
 
-PREEMPTIONS = {SHAPES["by layer"]: 1, SHAPES["preempted twice"]: 2}
+PREEMPTIONS = {
+    SHAPES["by layer"]: 1,
+    SHAPES["preempted twice"]: 2,
+    SHAPES["beside another connector, preempted"]: 1,
+}
+REWINDS = 1
 PRECAUTIONS: set[Triple] = {
     # A lease, and so its end, exists only after Finished, which leads out of these states.
     (State.WAITING, push_protocol.LeaseExpired, State.CLOSED),
     (State.DEFERRED, push_protocol.LeaseExpired, State.CLOSED),
+    (State.UNCONFIRMED, push_protocol.LeaseExpired, State.CLOSED),
     (State.NOTIFIED, push_protocol.LeaseExpired, State.CLOSED),
     (State.ABANDONED, push_protocol.LeaseExpired, State.CLOSED),
     # A finished request is not aborted, and its last layer was ready before.
@@ -62,9 +72,15 @@ def moves(world: PushWorld) -> Iterator[Move]:
             yield lambda w: w.stale_hook(0)
         if world.prompt_ready:
             yield PushWorld.finish
-        if world.epoch < PREEMPTIONS.get(world.shape, 0):
+        if world.epoch - world.rewinds < PREEMPTIONS.get(world.shape, 0):
             yield replan
-    if world.revocable and world.epoch < PREEMPTIONS.get(world.shape, 0):
+    if world.running and world.prompt_ready and world.is_provisional:
+        yield PushWorld.accept
+    if world.may_be_rewound and world.rewinds < REWINDS:
+        yield lambda w: w.rewind(announced=True)
+        if world.running:
+            yield rewind_and_plan
+    if world.revocable and world.epoch - world.rewinds < PREEMPTIONS.get(world.shape, 0):
         yield lambda w: w.preempt(announced=True)
     if world.session.accepts(push_protocol.PostReady):
         yield lambda w: w.send(push_protocol.PostReady())
@@ -97,6 +113,12 @@ def moves(world: PushWorld) -> Iterator[Move]:
 def replan(world: PushWorld) -> None:
     """A preemption that only the next plan shows."""
     world.preempt(announced=False)
+    world.plan(4)
+
+
+def rewind_and_plan(world: PushWorld) -> None:
+    """A rewind that only the next plan shows."""
+    world.rewind(announced=False)
     world.plan(4)
 
 
@@ -209,6 +231,8 @@ def samples(world: PushWorld) -> list[Event]:
         push_protocol.Notified(),
         push_protocol.WholePosted(),
         push_protocol.Preempted(),
+        push_protocol.Rewound(),
+        push_protocol.Accepted(),
         push_protocol.Finished(SAMPLED),
         push_protocol.Aborted(),
         push_protocol.LeaseExpired(),

@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from layerpush.core.push_protocol import State
 from layerpush.core.step_plan import StepPlan
+from layerpush.telemetry.metrics.catalog import REWOUND_PUSHES
+from layerpush.telemetry.metrics.pushes import PushMeter
+from layerpush.telemetry.metrics.recorder import Recorder
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 22
@@ -240,3 +244,109 @@ def test_a_repeated_prompt_without_plans_finishes_after_an_abort() -> None:
     rig.capture.finish("p-1", (prompt.blocks,))
     rig.settle()
     assert rig.host.released == ["p-1"]
+
+
+def provisional() -> tuple[Rig, Prompt]:
+    """A prompt with blocks that another connector has loaded."""
+    rig, prompt = Rig(), Prompt("p-1", TOKENS, list(range(1, 9)), provisional=True)
+    rig.registers(prompt)
+    return rig, prompt
+
+
+@pytest.mark.parametrize("word", ["accepted", "finished"])
+@pytest.mark.parametrize("landed", [True, False], ids=["after the last WRITE", "before the last WRITE"])
+def test_a_completion_waits_for_the_schedulers_word(word: str, landed: bool) -> None:
+    """The blocks go at once, layer by layer."""
+    rig, prompt = provisional()
+    wanted = rig.host.pending[prompt.name]
+    rig.fabric.faults.hold_writes = dict.fromkeys(range(rig.layers), 0 if landed else 8)
+    rig.step((prompt, TOKENS))
+    if landed:
+        rig.settle()
+        assert rig.decoders["D"].holds(prompt, wanted, rig.layers)
+        assert rig.writer._pushes["p-1"].session.state is State.UNCONFIRMED
+    assert rig.decoders["D"].told() == [[]]
+    rig.accept(prompt) if word == "accepted" else rig.finish(prompt)
+    rig.settle()
+    rig.assert_delivered(prompt, wanted)
+
+
+def test_a_completion_waits_for_nothing_without_another_connector() -> None:
+    """It leaves in the turn that sees the last WRITE land; neither the next step nor the request's end is needed."""
+    rig, prompt = rig_of()
+    wanted = rig.host.pending[prompt.name]
+    rig.step((prompt, TOKENS))
+    while rig.writer.writes_in_flight("p-1"):
+        assert rig.decoders["D"].told() == [[]]
+        rig.writer.turn()
+    rig.assert_delivered(prompt, wanted)
+
+
+@pytest.mark.parametrize("landed", [True, False], ids=["after the last WRITE", "during WRITEs"])
+def test_a_step_that_was_taken_back_gets_no_completion(landed: bool) -> None:
+    """Block 1 was garbage. The new epoch's WRITEs begin when the old ones have ended, and cover the whole prompt."""
+    rig, prompt = provisional()
+    wanted = rig.host.pending[prompt.name]
+    if not landed:
+        rig.fabric.faults.hold_writes = dict.fromkeys(range(rig.layers), 20)
+    whole = prompt.kv
+    prompt.kv = lambda layer, index: whole(layer, index) if index != 1 else whole(layer, 0)  # type: ignore[method-assign]
+    rig.step((prompt, TOKENS))
+    if landed:
+        rig.settle()
+    assert rig.writer.writes_in_flight("p-1") is not landed
+    prompt.kv = whole  # type: ignore[method-assign]
+    prompt.computed = 4
+    chunk = prompt.chunk(TOKENS)
+    assert (chunk.epoch, chunk.start, chunk.groups[0].first) == (1, 4, 0)
+    before = len(rig.fabric.writes)
+    rig.capture.arm(StepPlan((chunk,), rewound=("p-1",)))
+    rig.compute(prompt, chunk)
+    rig.capture.sweep()
+    rig.writer.turn()
+    assert rig.decoders["D"].told() == [[]]
+    if not landed:
+        assert len(rig.fabric.writes) == before, "a new WRITE beside the old ones"
+    rig.settle()
+    assert rig.decoders["D"].told() == [[]], "the new epoch is provisional, too"
+    rig.accept(prompt)
+    rig.settle()
+    rig.assert_delivered(prompt, wanted)
+
+
+def test_a_step_taken_back_before_its_word_is_seen_is_not_accepted() -> None:
+    rig, prompt = provisional()
+    rig.step((prompt, TOKENS))
+    rig.settle()
+    rig.capture.arm(StepPlan(accepted=("p-1",)))
+    rig.capture.revoke(rewound=("p-1",))
+    rig.settle()
+    assert rig.decoders["D"].told() == [[]]
+
+
+@pytest.mark.parametrize("how", ["rewound", "preempted"])
+def test_a_step_taken_back_after_the_completion_is_logged_and_counted(
+    caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """A preemption is no error: the same tokens are computed again."""
+    recorder = Recorder()
+    rig, prompt = Rig(meter=PushMeter(recorder)), Prompt("p-1", TOKENS, list(range(1, 9)))
+    wanted = rig.registers(prompt)
+    rig.step((prompt, TOKENS))
+    rig.settle()
+    rig.assert_delivered(prompt, wanted)
+    if how == "rewound":
+        prompt.computed = 4
+        plan = StepPlan((prompt.chunk(TOKENS),), rewound=("p-1",))
+    else:
+        prompt.preempted(list(range(30, 38)))
+        plan = StepPlan((prompt.chunk(TOKENS),), ("p-1",))
+    rig.capture.arm(plan)
+    rig.capture.sweep()
+    rig.settle()
+    assert recorder.take().counted(REWOUND_PUSHES) == (how == "rewound")
+    assert ("vLLM has taken back a step after its completion" in caplog.text) == (how == "rewound")
+    assert rig.decoders["D"].told() == [[]]
+    rig.finish(prompt)
+    rig.settle()
+    rig.assert_clean()

@@ -59,11 +59,13 @@ class Prompt:
     table: list[int]
     mode: PushMode | None = None
     streams: bool = True
+    provisional: bool = False
+    """P's scheduler may take its steps back."""
     progress: PromptProgress = field(init=False)
     computed: int = 0
 
     def __post_init__(self) -> None:
-        self.progress = PromptProgress(self.name, (BLOCK_SIZE,), self.streams, self.mode)
+        self.progress = PromptProgress(self.name, (BLOCK_SIZE,), self.streams, self.mode, provisional=self.provisional)
 
     @property
     def blocks(self) -> list[int]:
@@ -366,6 +368,11 @@ class Rig:
     def finish(self, prompt: Prompt) -> None:
         """The scheduler has finished the request, and the writer knows it."""
         self.capture.finish(prompt.name, (prompt.blocks,))
+        self.writer.turn()
+
+    def accept(self, prompt: Prompt) -> None:
+        """The scheduler has processed the prompt's last step; the writer knows it."""
+        self.capture.arm(StepPlan(accepted=(prompt.name,)))
         self.writer.turn()
 
     def abort(self, prompt: Prompt) -> None:

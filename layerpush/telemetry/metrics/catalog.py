@@ -158,6 +158,13 @@ WRITE_SECONDS = Metric(
 FAILED_WRITES = Metric(
     "failed_writes", Kind.COUNTER, Side.PREFILL, "WRITEs that ended in an error, or that NIXL could not post."
 )
+REWOUND_PUSHES = Metric(
+    "rewound_pushes",
+    Kind.COUNTER,
+    Side.PREFILL,
+    "Completed pushes of which vLLM took back a step afterwards: D may have answered from wrong KV, and P logs the "
+    "request. Not 0: another connector on P reports lost blocks too late.",
+)
 LAYERS_READY = Metric(
     "layers",
     Kind.COUNTER,
@@ -344,7 +351,7 @@ RANKS = Metric(
 CATALOG: tuple[Metric, ...] = (
     PUSHES, FALLBACKS, EXPOSED, TRANSFER,
     WRITES, WRITE_BYTES, WRITE_DESCRIPTORS, WRITE_LAYERS, WRITE_ESTIMATE, WRITE_SECONDS,
-    FAILED_WRITES, LAYERS_READY,
+    FAILED_WRITES, REWOUND_PUSHES, LAYERS_READY,
     ACTIVE_PUSHES, UNCLAIMED_PUSHES, PENDING_REGISTRATIONS,
     LOADS, LOAD, HAND_OVER, HAND_OVER_REPORT, HAND_OVER_SCHEDULE, HAND_OVER_FIRST_STEP, FIRST_TOKENS, EARLY_ANSWERS,
     AWAITED_LOADS, PARKED_REQUESTS, PARKED_BLOCKS, LOST_PEERS,

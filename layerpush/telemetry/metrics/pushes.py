@@ -8,6 +8,7 @@ from layerpush.telemetry.metrics.catalog import (
     FAILED_WRITES,
     LAYERS_READY,
     PUSHES,
+    REWOUND_PUSHES,
     TRANSFER,
     WRITE_BYTES,
     WRITE_DESCRIPTORS,
@@ -44,6 +45,10 @@ class PushMeter:
     def lost(self) -> None:
         """A WRITE has ended in an error, or could not be posted."""
         self._recorder.count(FAILED_WRITES)
+
+    def rewound(self) -> None:
+        """vLLM has taken back a step after the completion that rests on it."""
+        self._recorder.count(REWOUND_PUSHES)
 
     def closed(self, push: PushRecord, exposed_s: float | None = None, transfer_s: float = 0.0) -> None:
         """A push is over; see ``Push`` for its times, in seconds."""

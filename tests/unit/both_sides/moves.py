@@ -103,7 +103,13 @@ def decline(world: World, pick: Pick) -> None:
 
 @move(14, lambda world: _between_steps(world) and bool(_to_compute(world)))
 def begin_step(world: World, pick: Pick) -> None:
-    _prefill(world).begin_step(pick(_to_compute(world)), pick([2, 4, 8, 16]), cached=pick([0, 0, 1, 3]))
+    tokens, cached, loaded = pick([2, 4, 8, 16]), pick([0, 0, 1, 3]), pick([0, 0, 1, 2])
+    _prefill(world).begin_step(pick(_to_compute(world)), tokens, cached, loaded, pick([None, 0, 1]))
+
+
+@move(4, lambda world: _between_steps(world) and any(request.unprocessed for request in _running(world)))
+def step_without_work(world: World, pick: Pick) -> None:
+    _prefill(world).step_without_work()
 
 
 @move(16, lambda world: _computes(world) and _prefill(world).step is not None)

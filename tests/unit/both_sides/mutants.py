@@ -245,6 +245,18 @@ def steps_of_a_revoked_request_still_count(patch: Patch) -> None:
     patch.setattr(StepEvents, "revoked", lambda self: iter(()))
 
 
+@mutant()
+def a_completion_does_not_wait_for_the_scheduler(patch: Patch) -> None:
+    """Another connector's lost block is found out after the step."""
+    settle = PushSession._settle
+
+    def mutated(self: PushSession, actions: list[pushed.Action]) -> pushed.State:
+        self._provisional = False
+        return settle(self, actions)
+
+    patch.setattr(PushSession, "_settle", mutated)
+
+
 @mutant(fail_writes=0.3)
 def a_lost_write_counts_as_landed(patch: Patch) -> None:
     handle = PushSession.handle

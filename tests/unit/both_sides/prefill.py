@@ -33,6 +33,10 @@ class Request:
     progress: PromptProgress = field(init=False)
     computed: int = 0
     leased_until: float | None = None
+    lost: int | None = None
+    """The first block that the running step reads wrong: another connector has lost it."""
+    unprocessed: bool = False
+    """Whether a step of it has run, and its result is not processed."""
     over: set[int] = field(default_factory=set)
     """Ranks that sent the request, or whose lease ran out."""
 
@@ -68,9 +72,14 @@ class PrefillEngine:
             rank.registrations.came({request.request_id: None})
         return request
 
-    def begin_step(self, request: Request, tokens: int, cached: int = 0) -> bool:
-        """``cached`` blocks are in the prefix cache, if it is the first step of the request's epoch."""
+    def begin_step(
+        self, request: Request, tokens: int, cached: int = 0, loaded: int = 0, lost: int | None = None
+    ) -> bool:
+        """``cached`` blocks are in the prefix cache, if it is the request's first step. Another connector then loads
+        ``loaded`` blocks, and loses the one with the index ``lost`` among them.
+        """
         assert self.step is None
+        accepted = self.process()
         chunks = []
         if request.table is None:
             request.table = self.pool.take(request.prompt.blocks)
@@ -83,13 +92,45 @@ class PrefillEngine:
             cached = min(cached, (request.prompt.tokens - 1) // BLOCK_SIZE)
             if cached:
                 chunks.append(self._found(request, request.table, cached))
+            loaded = min(loaded, (request.prompt.tokens - 1) // BLOCK_SIZE - cached)
+            if loaded > 0:
+                request.progress.provisional = True
+                request.computed += loaded * BLOCK_SIZE
+                if lost is not None and lost < loaded:
+                    request.lost = cached + lost
+        epoch = request.progress.epoch
         chunk = request.progress.advance(request.computed, tokens, request.prompt.tokens, [request.table])
         assert chunk is not None
         request.computed = chunk.end
+        request.unprocessed = True
+        rewound = (request.request_id,) if request.progress.epoch != epoch else ()
         self.step, self.layers_left = (request, chunk), list(range(LAYERS))
         for rank in self.ranks:
-            rank.capture.arm(StepPlan((*chunks, chunk)))
+            rank.capture.arm(StepPlan((*chunks, chunk), rewound=rewound, accepted=accepted))
         return True
+
+    def process(self) -> tuple[str, ...]:
+        """Process the result of the last step, before anything else happens to its request.
+
+        Takes the step back if another connector has lost a block. Returns the request if its prompt is accepted.
+        """
+        accepted = []
+        for request in self.requests.values():
+            if not request.unprocessed:
+                continue
+            request.unprocessed = False
+            if request.lost is not None:
+                request.computed, request.lost = request.lost * BLOCK_SIZE, None
+                self.world.rewinds += 1
+            elif request.progress.provisional and request.is_computed:
+                accepted.append(request.request_id)
+        return tuple(accepted)
+
+    def step_without_work(self) -> None:
+        """The engine steps for another request that is not pushed."""
+        accepted = self.process()
+        for rank in self.ranks:
+            rank.capture.arm(StepPlan(accepted=accepted))
 
     def _found(self, request: Request, table: list[int], blocks: int) -> ChunkPlan:
         """Fills the blocks with the prompt's KV, as if earlier steps had left it there."""
@@ -110,7 +151,8 @@ class PrefillEngine:
         part = chunk.groups[0]
         for rank in self.ranks:
             for index, block in enumerate(part.blocks, part.first):
-                rank.write_kv(layer, block, request.prompt.kv(layer, index))
+                kv = request.prompt.kv(layer, index)
+                rank.write_kv(layer, block, kv if request.lost is None or index < request.lost else kv ^ 1)
             if hooked:
                 rank.capture.layer_saved(f"layers.{layer}")
             if not self.layers_left:
@@ -119,6 +161,7 @@ class PrefillEngine:
             self.step = None
 
     def preempt(self, request: Request) -> None:
+        self.process()
         for rank in self.ranks:
             rank.capture.arm(StepPlan((), (request.request_id,)))
         self._give_away(request, read=True)
@@ -126,12 +169,16 @@ class PrefillEngine:
         request.computed = 0
 
     def abort(self, request: Request) -> None:
+        self.process()
         for rank in self.ranks:
             rank.capture.arm(StepPlan(), [request.request_id])
         self._give_away(request, read=True)
         del self.requests[request.request_id]
 
     def finish(self, request: Request) -> None:
+        self.process()
+        if not request.is_computed:
+            return  # its last step was taken back
         assert request.table is not None
         request.leased_until = self.world.now + LEASE_S
         for rank in self.ranks:

@@ -65,6 +65,8 @@ class World:
         self.deaf: set[str] = set()
         """Engines whose side channel refuses although they live."""
         self.outcomes: Counter[str] = Counter()
+        self.rewinds = 0
+        """Steps that P's scheduler has taken back."""
         self.completions: Counter[tuple[str, tuple[str, str]]] = Counter()
         self.wrongs: list[str] = []
         """Forbidden uses of staging memory."""
