@@ -108,7 +108,7 @@ def audit(host: HostedEngine, texts: list[str], orphans: list[str], allowed: tup
 
 def awaited(roots: Mapping[str, Any]) -> Iterator[str]:
     """The state of each prefill process that a load of this D still awaits, of the loads and of the prober."""
-    worker = getattr(roots.get("worker"), "connector_worker", None)
+    worker = probes.nixl_worker() if roots.get("worker") is not None else None
     if not hasattr(worker, "loads"):
         return
     watch = worker.loads.peers._watch

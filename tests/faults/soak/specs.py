@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.e2e.engines import CORRUPTING_MODULE, PREFIX_CACHING
-from tests.e2e.enginespec import LAYERWISE, STOCK, TRACE, EngineSpec, ModelName
+from tests.e2e.enginespec import LAYERWISE, STOCK, TRACE, EngineSpec, FailedLoad, ModelName, beside_store
 from tests.faults.soak.kinds import Kind, Place
 
 PEER_TIMEOUT_S = 4
@@ -38,7 +38,9 @@ D_OPTIONS: tuple[Options, ...] = (
     (*PREFIX_CACHING, ("num_gpu_blocks_override", 160)),
     (("num_gpu_blocks_override", 110),),
 )
-D_POLICIES = ("recompute", "fail")
+POLICIES: tuple[FailedLoad, FailedLoad] = ("recompute", "fail")
+LOSSES = 0.1
+"""The part of its loads that lose a block, of a store beside layerpush."""
 EVERYWHERE: tuple[Place, ...] = ("request", "engine", "wire")
 
 
@@ -48,7 +50,8 @@ class LineUp:
 
     ``prefills``: each P's own ``kv_connector_extra_config``. ``options`` go to all engines. Faults strike only at
     ``places``. ``reads_kv``: this process can read the engines' KV. ``stock``: the second P and the first D are vLLM's
-    own.
+    own. ``neighbours``: each engine has a store beside layerpush. The first P and D recompute lost blocks, the second
+    ones fail the request.
     """
 
     name: str
@@ -61,6 +64,7 @@ class LineUp:
     places: tuple[Place, ...] = EVERYWHERE
     reads_kv: bool = True
     stock: bool = False
+    neighbours: bool = False
 
     def specs(self, engines: int, *, corrupt: bool) -> list[EngineSpec]:
         """So many Ps, as many Ds, and the plain engine R. ``corrupt``: each P of ours writes one layer wrong."""
@@ -71,14 +75,21 @@ class LineUp:
             if self.stock and number == 1:
                 transfer = json.dumps({"kv_connector": STOCK})
             else:
-                transfer = _transfer(wrong if corrupt else ours, trace_dir=TRACE, **extra)
+                policy = {"kv_load_failure_policy": POLICIES[number]} if self.neighbours else {}
+                transfer = _transfer((wrong if corrupt else ours) | policy, trace_dir=TRACE, **extra)
+            if self.neighbours:
+                way = ("sync", "layer")[number]
+                transfer = beside_store(transfer, "kv_producer", first=number == 0, way=way, losses=LOSSES)
             options = (*LENGTH, *self.p_options[number], *self.options)
             specs.append(EngineSpec(f"P{number + 1}", "P", transfer, options, self.model))
-        for number, policy in enumerate(D_POLICIES[:engines]):
+        for number, on_failed_load in enumerate(POLICIES[:engines]):
             if self.stock and number == 0:
                 transfer = json.dumps({"kv_connector": STOCK})
             else:
-                transfer = _transfer(ours | {"kv_load_failure_policy": policy})
+                transfer = _transfer(ours | {"kv_load_failure_policy": on_failed_load})
+            if self.neighbours:
+                way = ("async", "sync")[number]
+                transfer = beside_store(transfer, "kv_consumer", first=number == 0, way=way, losses=LOSSES)
             options = (*LENGTH, *self.d_options[number], *self.options)
             specs.append(EngineSpec(f"D{number + 1}", "D", transfer, options, self.model))
         return [*specs, EngineSpec("R", "R", None, (*LENGTH, *self.options), self.model)]
@@ -107,6 +118,17 @@ LINE_UPS = (
         options=(("tensor_parallel_size", 2),),
         places=("request", "engine"),
         reads_kv=False,
+    ),
+    LineUp(
+        "neighbours",
+        "each engine has a store beside layerpush, which loads blocks of known prompts and loses some; small caches",
+        # vLLM leaves a lost block in its prefix cache if its request is preempted or aborted before it is recomputed.
+        p_options=(
+            (("max_num_batched_tokens", 150), *TIGHT),
+            (*PREFIX_CACHING, ("max_num_batched_tokens", 256), ("num_gpu_blocks_override", 80)),
+        ),
+        d_options=((("num_gpu_blocks_override", 100),), (*PREFIX_CACHING, ("num_gpu_blocks_override", 100))),
+        neighbours=True,
     ),
     LineUp("stock", "one P and one D are stock; no faults, which stock does not survive", places=(), stock=True),
 )
