@@ -74,9 +74,8 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True)
 class StepsAccepted:
-    """No step of these requests' prompts can be taken back any more. ``step`` is the last that was armed before."""
+    """No step of these requests' prompts that began before can be taken back any more."""
 
-    step: int
     request_ids: tuple[str, ...]
 
 
@@ -151,7 +150,7 @@ class StepEvents:
         self.revoke(plan.preempted, aborted, plan.rewound)
         self.sweep()
         if plan.accepted:
-            self._put(StepsAccepted(self._step, plan.accepted), self._wake, fenced=False)
+            self._put(StepsAccepted(plan.accepted), self._wake, fenced=False)
         self._step += 1
         self._running, self._armed = True, bool(plan.chunks)
         self._to_come = self._layers

@@ -160,8 +160,7 @@ class PushWriter:
     def _accepted(self, event: StepsAccepted) -> None:
         for request_id in event.request_ids:
             push = self._pushes.get(request_id)
-            void = self._step_events.is_void(request_id, event.step)
-            if push is not None and not void and push.session.accepts(Accepted):
+            if push is not None and push.session.accepts(Accepted):
                 push.handle(Accepted())
 
     def _take_revoked(self) -> None:
