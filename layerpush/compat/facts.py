@@ -174,10 +174,15 @@ def split_at(worker: NixlPushConnectorWorker, vllm_config: VllmConfig) -> float:
     0 for another backend than UCX: the number is not known.
     """
     assert vllm_config.kv_transfer_config is not None
-    if worker.nixl_backends != ["UCX"]:
+    if not ends_with_flush(worker):
         return 0
     threads = vllm_config.kv_transfer_config.get_from_extra_config("num_threads", 4)
     return SPLIT_AT if threads else math.inf
+
+
+def ends_with_flush(worker: NixlPushConnectorWorker) -> bool:
+    """Whether NIXL flushes the peer's endpoint before a WRITE ends, so that the WRITE has landed then."""
+    return bool(worker.nixl_backends == ["UCX"])
 
 
 def only_decodes(vllm_config: VllmConfig) -> bool:

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 
 from layerpush.compat import busy_wait, engine_wake
 from layerpush.compat.affinity import Affinity
-from layerpush.compat.facts import split_at
+from layerpush.compat.facts import ends_with_flush, split_at
 from layerpush.compat.handshake import signed
 from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor
 from layerpush.compat.heartbeats import Heartbeats
@@ -35,6 +35,8 @@ from layerpush.core.coverage import MismatchError
 from layerpush.core.layout import MAX_DESCRIPTORS
 from layerpush.core.wire import HEARTBEAT_PREFIX, Heartbeat
 from layerpush.telemetry.peer_errors import PeerErrors
+from layerpush.transport.acknowledged import AcknowledgedTransport
+from layerpush.transport.base import Transport
 from layerpush.transport.connections import Address, Handshake, Rank
 from layerpush.transport.link import Link
 from layerpush.transport.locked import LockedAgent
@@ -90,13 +92,18 @@ class VllmPushWorker(NixlPushConnectorWorker):
             super().__init__(vllm_config, engine_id, kv_cache_config)
         self._push_writer_wake = waker
         self.nixl_wrapper = LockedAgent(self.nixl_wrapper)
-        self.transport = NixlTransport(self.nixl_wrapper, split_at(self, vllm_config))
+        network = NixlTransport(self.nixl_wrapper, split_at(self, vllm_config))
+        acknowledged = None if ends_with_flush(self) else AcknowledgedTransport(network)
+        self.transport: Transport = acknowledged or network
+        self.acknowledges = acknowledged is not None
+        """Whether WRITEs on this network need an answer of the decode rank, which then offers it."""
         self._tasks: deque[tuple[str, Task]] = deque()
         self._noted: list[RankTarget] | None = None
         self._leases = SendLeases()
         self._heartbeats = Heartbeats()
         self.transfer_stats = TransferStats()
-        self._whole_writes = WholeWrites(self.transport, self.transfer_stats)
+        self._whole_writes = WholeWrites(network, acknowledged, self.transfer_stats)
+        self._acknowledges = False
         self._departed: BoundedDict[str, Any] = BoundedDict(DEPARTED_KEPT, DEPARTED_BYTES)
         self._handshakes: dict[str, Handshake] = {}
         self._handshake_errors = PeerErrors(logger)
@@ -239,6 +246,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
 
     def push_whole(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None:
         """Start vLLM's whole-request push, unless the lease has ended. vLLM attaches the completion to the WRITE."""
+        self._acknowledges = bool(registration.get("acknowledges"))
         with self._leases.posting(request_id) as lives:
             if lives:
                 self._do_start_push_kv(request_id, blocks, registration)
@@ -295,6 +303,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
             request_id,
             agent_name(self._remote_agents[dst_engine_id][(0, read_spec.remote_rank)]),
             read_spec.remote_rank,
+            acknowledges=self._acknowledges,
         )
         if transfer is not None:
             self.whole_write_posted(request_id, transfer, dst_engine_id, remote_request_id)

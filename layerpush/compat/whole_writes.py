@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
 from layerpush.compat.stats import TransferStats
 from layerpush.telemetry.trace_records import WriteRecord
+from layerpush.transport.acknowledged import AcknowledgedTransport
 from layerpush.transport.base import TransportError
 from layerpush.transport.nixl import NixlTransport
 from layerpush.transport.writes import Transfer
@@ -21,11 +23,14 @@ logger = logging.getLogger(f"vllm.{__name__}")
 class WholeWrites:
     """Takes over each WRITE that vLLM posts: the main thread must not poll NIXL, so it gets no handle.
 
-    Writer thread.
+    Over another backend than UCX, ``acknowledged`` is the transport whose WRITEs the peer acknowledges. Writer thread.
     """
 
-    def __init__(self, transport: NixlTransport, stats: TransferStats) -> None:
+    def __init__(
+        self, transport: NixlTransport, acknowledged: AcknowledgedTransport | None, stats: TransferStats
+    ) -> None:
         self._transport = transport
+        self._acknowledged = acknowledged
         self._stats = stats
         self._setup_failures: dict[str, BaseException] = {}
 
@@ -40,13 +45,19 @@ class WholeWrites:
         request_id: str,
         agent_name: str,
         remote_rank: int,
+        *,
+        acknowledges: bool,
     ) -> Transfer | None:
         """Call ``post``, vLLM's code for one WRITE, and take over its handle; None if there was nothing to write.
+        ``acknowledges``: the decode rank does, if it has to.
 
         Raises ``TransportError`` if NIXL could not prepare the WRITE; vLLM would continue without it.
         """
         started = time.perf_counter()
-        agent, noted = worker.nixl_wrapper, self._transport.noted()
+        acknowledged = self._acknowledged if acknowledges else None
+        number = 0 if acknowledged is None else acknowledged.number()
+        attach = None if acknowledged is None else partial(acknowledged.attached, number)
+        agent, noted = worker.nixl_wrapper, self._transport.noted(attach)
         worker.nixl_wrapper = noted
         try:
             handle = post()
@@ -67,7 +78,10 @@ class WholeWrites:
             t_posted=time.perf_counter(),
         )
         self._transport.adopt(handle, noted, agent_name, remote_rank)
-        return Transfer(self._transport, record, handle)
+        if acknowledged is None:
+            return Transfer(self._transport, record, handle)
+        acknowledged.adopt(handle, agent_name, number)
+        return Transfer(acknowledged, record, handle)
 
     def landed(self, agent: Any, request_id: str, transfer: Transfer) -> None:
         """Record NIXL's telemetry of a WRITE. Its handle is still valid."""

@@ -45,6 +45,7 @@ MAX_PARTS = 4096
 MAX_COMPUTED = 16
 MAX_PARAMETERS = 64
 MAX_PARAMETER_CHARS = 64
+MAX_ACKNOWLEDGED = 4096
 MAX_PORT = 65535
 MAX_TP_SIZE = 1024
 MAX_CONTACT_BYTES = 1 << 16
@@ -107,7 +108,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     digest of each that is not vLLM's default: so the prefill worker can name those that differ. ``contact`` is the
     address of the worker's NIXL agent: the prefill worker can report a failure there although no handshake with the
     decode engine succeeds. ``attempt`` counts the registrations of one request, from
-    0: it is registered again after an ``Unregister``.
+    0: it is registered again after an ``Unregister``. ``acknowledges``: the worker
+    answers a ``Landed`` with ``Acknowledged``.
     """
 
     request_id: RequestId
@@ -125,6 +127,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     parameters: Parameters = ()
     contact: Contact | None = None
     attempt: Count = 0
+    acknowledges: bool = False
 
     @property
     def key(self) -> tuple[str, str]:
@@ -314,6 +317,27 @@ class Unpacked(_PeerMessage, frozen=True):
     done: bool
 
 
+class Landed(_PeerMessage, frozen=True):
+    """The WRITE that carries this message is in D's memory: NIXL holds the message back until then. ``notification`` is
+    another message that goes with the WRITE, if any. Only a D that acknowledges WRITEs gets it.
+    """
+
+    number: Count
+    notification: bytes = b""
+
+
+class HasLanded(_PeerMessage, frozen=True):
+    """Asks for ``Acknowledged`` again, if D has got the ``Landed`` with this number."""
+
+    number: Count
+
+
+class Acknowledged(_PeerMessage, frozen=True):
+    """D has got the ``Landed`` with each of these numbers."""
+
+    numbers: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_ACKNOWLEDGED)]
+
+
 PeerMessage = (
     Accepted
     | FirstToken
@@ -328,6 +352,9 @@ PeerMessage = (
     | Pong
     | Unpack
     | Unpacked
+    | Landed
+    | HasLanded
+    | Acknowledged
 )
 Message = Registration | PeerMessage | Completion | Heartbeat
 

@@ -12,7 +12,9 @@ the contract. ``transport.nixl`` lists the promises that NIXL makes, and those t
 - The life of a WRITE: ``post_write``, ``poll`` until it has landed or failed, ``release``. Its memory on both sides is
   in use until then. No call cancels a WRITE, and a transport has no deadlines: ``Push.poll`` has one.
 - The completion of a push is a notification of its own, sent after all WRITEs have landed. An attached one could
-  arrive early.
+  arrive early: it waits for one WRITE only.
+- ``LANDED`` means the peer's memory on every network. Where NIXL's ``DONE`` does not, ``transport.acknowledged`` waits
+  for the peer's answer.
 - Errors: a transport raises ``TransportError`` and nothing else. ``PeerLostError`` means that the connection is gone:
   the caller has it dropped, and the next handshake makes a new one.
 """
@@ -72,8 +74,12 @@ class Transport(Protocol):
     - ``release`` before the end of a WRITE is no cancel: the bytes may still land, later.
     """
 
-    def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
+    def post_write(
+        self, route: Route, local: DescriptorIds, remote: DescriptorIds, notification: bytes = b""
+    ) -> WriteHandle:
         """Start one WRITE of ``local[i]`` onto ``remote[i]``: descriptor ids, int32 of shape ``(n,)``.
+
+        The peer gets ``notification``, if it is not empty, after all bytes of this WRITE.
 
         Raises ``TransportError`` when nothing of it was sent, or ``PeerLostError``.
         """

@@ -4,7 +4,7 @@ Only the writer thread may call it. An agent has no lock and its bindings releas
 corrupt it; ``LockedAgent`` keeps the handshake executor out. ``transfer`` may copy for tens of milliseconds before it
 returns, so the engine's main thread must never call NIXL, or wait for that lock.
 
-NIXL promises (1.5.1 over UCX, measured):
+NIXL promises (1.5.1 over UCX, measured; ``transport.acknowledged`` has the promises over LIBFABRIC):
 
 - ``DONE`` means that every byte is in the peer's memory. A notification that is sent after ``DONE`` cannot overtake it.
 - A WRITE to a process that died fails with ``nixlRemoteDisconnectError``, and nothing of it lands any more.
@@ -12,7 +12,7 @@ NIXL promises (1.5.1 over UCX, measured):
 NIXL does not promise:
 
 - Order. A later WRITE or a notification may overtake a WRITE on the wire. NIXL sends a WRITE's own notification after
-  that WRITE alone, ahead of earlier ones, so our WRITEs carry none.
+  that WRITE alone, ahead of earlier ones.
 - Progress. A WRITE may move, and end, only while this side polls its handle. The target must make progress as well.
 - An end. To a stopped process, or over a cut link, a WRITE stays ``PROC`` for minutes: callers have deadlines.
 - Cancellation. ``release_xfer_handle`` returns at once. The bytes still land, as the source then has them.
@@ -20,7 +20,8 @@ NIXL does not promise:
   released and the peer removed. So ``poll`` returns ``PENDING`` until a *fence* has landed: one descriptor of the
   WRITE, written once more to the same place. NIXL ends each WRITE with a flush of its UCX endpoint, which covers all
   earlier posts there. A thread has one endpoint for each peer, but NIXL spreads a WRITE of ``SPLIT_AT`` descriptors or
-  more over several. No fence covers such a WRITE: it ends with its peer.
+  more over several. No fence covers such a WRITE: it ends with its peer. Other backends flush nothing, so there is no
+  fence at all (``split_at`` 0).
 - Safe handles. Polling a released handle crashes NIXL. A handle that is garbage-collected is released on whichever
   thread drops it. So ``NixlTransport`` keeps each handle from post to release.
 """
@@ -30,6 +31,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,11 +72,17 @@ class _Torn:
 
 
 class NotedPost:
-    """Stands in for the agent while vLLM posts one WRITE: notes its descriptors, and whether it failed."""
+    """Stands in for the agent while vLLM posts one WRITE: notes its descriptors, and whether it failed.
 
-    def __init__(self, agent: Any, errors: tuple[type[Exception], ...]) -> None:
+    ``attach`` makes the notification of the WRITE out of vLLM's.
+    """
+
+    def __init__(
+        self, agent: Any, errors: tuple[type[Exception], ...], attach: Callable[[bytes], bytes] | None = None
+    ) -> None:
         self._agent = agent
         self._errors = errors
+        self._attach = attach
         self.sides: tuple[Any, DescriptorIds, Any, DescriptorIds] | None = None
         self.failure: TransportError | None = None
 
@@ -82,6 +90,8 @@ class NotedPost:
         self, operation: str, local: Any, local_ids: Any, remote: Any, remote_ids: Any, **options: Any
     ) -> Any:
         """Prepare the WRITE as the agent does, and note its descriptors."""
+        if self._attach is not None:
+            options["notif_msg"] = self._attach(options.get("notif_msg", b""))
         handle = self._agent.make_prepped_xfer(operation, local, local_ids, remote, remote_ids, **options)
         self.sides = local, _ids(local_ids), remote, _ids(remote_ids)
         return handle
@@ -113,9 +123,11 @@ class NixlTransport:
         self._torn: dict[Any, _Torn] = {}
         self._met: set[bytes] = set()
 
-    def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
+    def post_write(
+        self, route: Route, local: DescriptorIds, remote: DescriptorIds, notification: bytes = b""
+    ) -> WriteHandle:
         """Start one WRITE. May take tens of milliseconds with thousands of descriptors: NIXL copies while it posts."""
-        handle = self._prepare(route, local, remote)
+        handle = self._prepare(route, local, remote, notification)
         posted = _Posted(route, local[:1].copy(), remote[:1].copy(), len(local))
         failure = _start(self._agent, self._errors, handle, f"cannot post a WRITE to {route.agent}")
         if isinstance(failure, PeerLostError):
@@ -127,9 +139,9 @@ class NixlTransport:
         result: WriteHandle = handle
         return result
 
-    def noted(self) -> NotedPost:
-        """A stand-in for the agent, for vLLM to post one WRITE with on this thread."""
-        return NotedPost(self._agent, self._errors)
+    def noted(self, attach: Callable[[bytes], bytes] | None = None) -> NotedPost:
+        """A stand-in for the agent, for vLLM to post one WRITE with on this thread. ``attach``: see ``NotedPost``."""
+        return NotedPost(self._agent, self._errors, attach)
 
     def adopt(self, handle: WriteHandle, post: NotedPost, agent: str, remote_rank: int) -> None:
         """Take over a WRITE that vLLM has posted through ``post``, well or not. From now on it is polled here."""
@@ -204,10 +216,11 @@ class NixlTransport:
         if handle not in self._live:
             raise TransportError(f"{handle!r} was released, or is no WRITE of this transport")
 
-    def _prepare(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> Any:
+    def _prepare(self, route: Route, local: DescriptorIds, remote: DescriptorIds, notification: bytes = b"") -> Any:
+        options = {"notif_msg": notification} if notification else {}
         try:
             return self._agent.make_prepped_xfer(
-                "WRITE", route.local_descriptors, local, route.remote_descriptors, remote
+                "WRITE", route.local_descriptors, local, route.remote_descriptors, remote, **options
             )
         except self._errors as error:
             raise _translated(error, f"cannot prepare a WRITE to {route.agent}") from error
@@ -221,7 +234,7 @@ class NixlTransport:
 
     def _is_fenced(self, torn: _Torn) -> bool:
         """Whether nothing of a torn WRITE can land any more. Raises ``PeerLostError`` when its connection is gone."""
-        if torn.fence is None and time.perf_counter() < torn.due:
+        if not self._split_at or (torn.fence is None and time.perf_counter() < torn.due):
             return False
         state = self._post_fence(torn) if torn.fence is None else self._look_at(torn.fence)
         if state is WriteState.PENDING:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 RESTARTED = "the decode engine was restarted after it had registered"
+NO_ANSWER = "the decode engine does not acknowledge WRITEs, and this NIXL backend needs that"
+OLD_RELEASE = f"{NO_ANSWER}: it has an older release of layerpush"
 
 
 class WorkerHost:
@@ -77,6 +79,8 @@ class WorkerHost:
         if refusal is not None:
             raise PeerRefusedError(refusal)
         self._worker.touch_engine(engine_id)
+        if self._worker.acknowledges and not registration.acknowledges:
+            return Link(engine_id, (), (), refusal=NO_ANSWER)
         link = self._links.get(engine_id)
         if link is None:
             link = self._links[engine_id] = self._packing.with_gathering(self._worker.discover_link(engine_id))
@@ -137,6 +141,8 @@ class WorkerHost:
             return closing
         if not self.registrations.is_current(registration):
             return RESTARTED
+        if self._worker.acknowledges and registration.layerpush and not registration.acknowledges:
+            return OLD_RELEASE
         return self._worker.mismatch(registration.decode_engine_id)
 
     def _push_whole(self, push: Push, registration: Registration) -> None:

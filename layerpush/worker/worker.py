@@ -365,6 +365,8 @@ class LayerwisePushWorker(VllmPushWorker):
             extra = {key: value for key, value in data.items() if key.startswith("remote_")}
             if self._contact is not None:
                 extra["contact"] = self._contact
+            if self.acknowledges:
+                extra["acknowledges"] = True
             self.loads.register(registration, address, extra, now)
         except (msgspec.ValidationError, WireError, LookupError) as error:
             self.loads.refuse(request_id, f"it cannot be registered: {error}", now)

@@ -9,7 +9,7 @@ from layerpush.decode import early_messages, prefill_peers
 from layerpush.prefill import decode_peers, registrations, step_schedule
 from layerpush.telemetry import peer_errors, spans, trace_file
 from layerpush.telemetry.metrics import endings, tally
-from layerpush.transport import connections, nixl
+from layerpush.transport import acknowledged, connections, nixl
 from layerpush.transport.packing import unpacker
 from layerpush.worker import dispatch, side_channel, side_channel_probe, worker
 from scripts.docgen.tables import table
@@ -31,6 +31,7 @@ MESSAGES = (
     ("KV cache groups of a registration", wire.MAX_GROUPS, "", _DROPPED),
     ("ids of a heartbeat", wire.MAX_HEARTBEAT_IDS, "", _DROPPED),
     ("parts of an `Unpack`", wire.MAX_PARTS, "", _DROPPED),
+    ("numbers of an `Acknowledged`", wire.MAX_ACKNOWLEDGED, "", _DROPPED),
     ("a registration's `contact`", wire.MAX_CONTACT_BYTES, "bytes", _DROPPED),
     ("a staging ring", wire.MAX_RING_BYTES, "bytes", _DROPPED),
     ("sampling parameters of a registration", wire.MAX_PARAMETERS, "", _DROPPED),
@@ -202,6 +203,15 @@ TABLES = (
     ),
     ("D", "answers to `Unpack`, for each agent", unpacker.ANSWERS_KEPT, unpacker.ANSWERS_BYTES, None, _FORGOTTEN),
     ("D", "agents that got such answers", unpacker.AGENTS_KEPT, unpacker.AGENTS_BYTES, None, _FORGOTTEN),
+    (
+        "D",
+        "WRITEs of an agent that have landed, not over UCX",
+        acknowledged.LANDED_KEPT,
+        acknowledged.LANDED_BYTES,
+        None,
+        _FORGOTTEN,
+    ),
+    ("D", "agents with such WRITEs", acknowledged.AGENTS_KEPT, acknowledged.AGENTS_BYTES, None, _FORGOTTEN),
     (
         "D",
         "declines that wait for P's address",

@@ -29,6 +29,9 @@ OURS: dict[type[msgspec.Struct], str] = {
     wire.Pong: FROM_P,
     wire.Unpack: FROM_P,
     wire.Unpacked: FROM_D,
+    wire.Landed: FROM_P,
+    wire.HasLanded: FROM_P,
+    wire.Acknowledged: FROM_D,
 }
 
 

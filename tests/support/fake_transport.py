@@ -17,7 +17,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from layerpush.transport.base import DescriptorIds, PeerLostError, Route, TransportError, WriteHandle, WriteState
 from tests.support.ownership import Bytes, Descriptors, Owners, Violation, common_owners
@@ -45,30 +45,64 @@ class FakeWrite:
     state: WriteState | TransportError = WriteState.PENDING
     lingers: int = 0
     """The WRITE goes on after its source's death for as many looks of the target."""
+    notification: bytes = b""
+    """The WRITE's own: it arrives after the bytes."""
+    carried: dict[int, Bytes] = field(default_factory=dict)
+    """On an unordered fabric: bytes that have left the source, and have not landed. By position."""
 
     def __str__(self) -> str:
         return f"WRITE {self.number} from {self.source.name!r} to {self.target.name!r}"
 
+    @property
+    def is_on_the_wire(self) -> bool:
+        """Whether a byte of it may still land."""
+        return self.state is WriteState.PENDING or bool(self.carried)
+
     def progress(self) -> None:
-        """Land a share of the rest, with the source's present bytes, not those at the post."""
-        if self.state is not WriteState.PENDING or not self.target.alive or self.target.frozen:
+        """Land a share of the rest, with the source's present bytes, not those at the post. On an unordered fabric they
+        only leave the source.
+        """
+        fabric = self.source.fabric
+        if self.state is not WriteState.PENDING or not self.target.alive or (self.target.frozen and fabric.ordered):
             return
         if self.polls_left == 1 and self.fails:
             self.state = TransportError("a WRITE ended in an error")
+            self.carried.clear()
             return
         share = -(-len(self.unmoved) // self.polls_left)
         for position in self.unmoved[:share]:
-            self._land(position)
+            source = self._read(position)
+            if fabric.ordered:
+                self._land(position, source)
+            else:
+                self.carried[position] = source.copy()
         del self.unmoved[:share]
         self.polls_left -= 1
         if self.polls_left == 0:
             self.state = WriteState.LANDED
+            if fabric.ordered:
+                self._notify()
 
-    def _land(self, position: int) -> None:
-        meant_for, route = self.meant_for[position], self.route
-        local, remote = int(self.local[position]), int(self.remote[position])
-        source = self.source.touch(route.local_descriptors, local, meant_for, f"{self} reads from")
-        self.target.touch(route.remote_descriptors, remote, meant_for, f"{self} lands in")[:] = source
+    def arrive(self) -> None:
+        """The target looks: some carried bytes land, in any order, and the notification after the last one."""
+        draw = self.source.fabric.random
+        for position in draw.sample(sorted(self.carried), draw.randint(0, len(self.carried))):
+            self._land(position, self.carried.pop(position))
+        if self.state is WriteState.LANDED and not self.carried:
+            self._notify()
+
+    def _notify(self) -> None:
+        if self.notification:
+            self.source.enqueue(self.target, self.notification, lost=False)
+            self.notification = b""
+
+    def _read(self, position: int) -> Bytes:
+        local, meant_for = int(self.local[position]), self.meant_for[position]
+        return self.source.touch(self.route.local_descriptors, local, meant_for, f"{self} reads from")
+
+    def _land(self, position: int, source: Bytes) -> None:
+        remote, meant_for = int(self.remote[position]), self.meant_for[position]
+        self.target.touch(self.route.remote_descriptors, remote, meant_for, f"{self} lands in")[:] = source
 
 
 @dataclass
@@ -81,11 +115,15 @@ class _Notification:
 class FakeFabric:
     """The endpoints, the faults, and a record of all events. Any thread may use its endpoints.
 
+    ``ordered``: a WRITE has landed when it ends, as over UCX. Otherwise it ends when its bytes have left the source.
+    They land later, in any order, and a notification that is sent by itself overtakes them; only the WRITE's own waits.
+
     Deterministic: the same calls with the same ``seed`` and faults give the same landings.
     """
 
-    def __init__(self, faults: Faults | None = None, seed: int = 0) -> None:
+    def __init__(self, faults: Faults | None = None, seed: int = 0, *, ordered: bool = True) -> None:
         self.faults = faults or Faults()
+        self.ordered = ordered
         self.random = random.Random(seed)
         self.writes: list[FakeWrite] = []
         """Every WRITE that was posted, in order."""
@@ -112,9 +150,11 @@ class FakeFabric:
             dead = self._endpoints[name]
             dead.alive = False
             for write in self.writes:
-                if write.source is dead and write.state is WriteState.PENDING and lingers:
+                if write.source is dead and write.is_on_the_wire and lingers:
                     write.lingers = lingers
                     self._lingering.append(write)
+                elif write.source is dead:
+                    write.carried.clear()
 
     def freeze(self, name: str) -> None:
         """The process stops, or its link is cut: WRITEs to it stay ``PENDING``, and no peer gets a message."""
@@ -153,6 +193,15 @@ class FakeFabric:
                 write.lingers -= 1
         self._lingering = [write for write in self._lingering if write.lingers and write.target.alive]
 
+    def carry(self, target: FakeTransport) -> None:
+        """Land bytes of ended WRITEs, and of others that are on their way, at a look of the target."""
+        if self.ordered:
+            return
+        for write in self.writes:
+            may_move = write.source.alive or write.lingers > 0
+            if write.target is target and may_move and (write.carried or write.notification):
+                write.arrive()
+
 
 class FakeTransport:
     """One process on the fabric: a `Transport`, plus the memory that it registered."""
@@ -170,7 +219,9 @@ class FakeTransport:
         self.descriptors[key] = Descriptors(memory, offsets, length)
         return self.descriptors[key]
 
-    def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
+    def post_write(
+        self, route: Route, local: DescriptorIds, remote: DescriptorIds, notification: bytes = b""
+    ) -> WriteHandle:
         fabric = self.fabric
         with fabric.lock:
             self._require_running()
@@ -191,6 +242,7 @@ class FakeTransport:
             write = FakeWrite(
                 number, self, target, route, local.copy(), remote.copy(), unmoved, meant_for, polls, fails
             )
+            write.notification = notification
             fabric.writes.append(write)
             self._live.add(write)
             self._accuse_strays(write)
@@ -219,12 +271,16 @@ class FakeTransport:
     def notify(self, agent: str, payload: bytes) -> None:
         with self.fabric.lock:
             self._require_running()
-            number, faults = self.fabric.reach("notify"), self.fabric.faults
-            inbox = self.fabric.peer(agent)._inbox
-            looks_in_vain = faults.delay_notifications.get(number, 0)
-            copies = 0 if number in faults.drop_notifications else 2 if number in faults.duplicate_notifications else 1
-            place = 0 if number in faults.reorder_notifications else len(inbox)
-            inbox[place:place] = [_Notification(self.name, payload, looks_in_vain) for _ in range(copies)]
+            self.enqueue(self.fabric.peer(agent), payload)
+
+    def enqueue(self, target: FakeTransport, payload: bytes, *, lost: bool = True) -> None:
+        """Put a notification into the target's inbox. ``lost``: it may be lost."""
+        number, faults = self.fabric.reach("notify"), self.fabric.faults
+        looks_in_vain = faults.delay_notifications.get(number, 0)
+        copies = 0 if lost and number in faults.drop_notifications else 1
+        copies += copies and number in faults.duplicate_notifications
+        place = 0 if number in faults.reorder_notifications else len(target._inbox)
+        target._inbox[place:place] = [_Notification(self.name, payload, looks_in_vain) for _ in range(copies)]
 
     def contact(self) -> bytes:
         return self.name.encode()
@@ -235,6 +291,7 @@ class FakeTransport:
     def notifications(self) -> list[tuple[str, bytes]]:
         with self.fabric.lock:
             self._require_running()
+            self.fabric.carry(self)
             self.fabric.progress_lingering(self)
             self.progress_released()
             arrived = [(note.sender, note.payload) for note in self._inbox if note.looks_in_vain == 0]

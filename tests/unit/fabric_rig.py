@@ -17,8 +17,8 @@ ALL = np.arange(COUNT, dtype=np.int32)
 class Pair:
     """D's memory is poisoned."""
 
-    def __init__(self, faults: Faults | None = None, seed: int = 0) -> None:
-        self.fabric = FakeFabric(faults, seed)
+    def __init__(self, faults: Faults | None = None, seed: int = 0, *, ordered: bool = True) -> None:
+        self.fabric = FakeFabric(faults, seed, ordered=ordered)
         self.source = np.random.default_rng(0).integers(0, POISON, (COUNT, SIZE), dtype=np.uint8)
         self.target = np.full((COUNT, SIZE), POISON, np.uint8)
         self.p, self.d = self.fabric.endpoint("P"), self.fabric.endpoint("D")

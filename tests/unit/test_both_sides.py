@@ -1,4 +1,5 @@
 """Both engines against each other, through a network that drops, delays, duplicates and reorders, and through deaths.
+It keeps a notification behind the WRITEs that ended before it, as UCX does, or it does not.
 
 `tests.unit.both_sides` plays vLLM, NIXL and fate around the real sessions, registrations, loads and writers. After
 every step:
@@ -27,9 +28,14 @@ import pytest
 from layerpush.core.postponed_loads import PostponedLoads
 from layerpush.prefill.registrations import Registrations
 from layerpush.transport.packing.cost_model import Plan
-from tests.unit.both_sides import decode, full_mutants, packing_mutants
+from tests.unit.both_sides import (  # each adds mutants of its own
+    decode,
+    full_mutants,
+    network_mutants,  # noqa: F401
+    packing_mutants,  # noqa: F401
+)
 from tests.unit.both_sides.full import full_caches
-from tests.unit.both_sides.mutants import Mutant
+from tests.unit.both_sides.mutants import MUTANTS, Mutant
 from tests.unit.both_sides.prefill import LEASE_S
 from tests.unit.both_sides.storm import storm
 from tests.unit.both_sides.world import HOME_S
@@ -53,6 +59,20 @@ def test_storms_end_well() -> None:
     assert rewinds > STORMS // 10
     assert tokens["token"] > STORMS // 2, tokens
     assert all(tokens[missing] > STORMS // 20 for missing in ("late", "other_sampling")), tokens
+
+
+@pytest.mark.parametrize("plan", [None, "mixed"])
+def test_storms_on_an_unordered_network_end_well(plan: str | None) -> None:
+    """Bytes land after the end of their WRITE, and other notifications overtake them."""
+    outcomes: Counter[str] = Counter()
+    plans: Counter[str] = Counter()
+    for seed in range(STORMS):
+        world = storm(seed, ordered=False, packing=None if plan is None else {"plan": plan})
+        outcomes.update(world.outcomes)
+        plans.update(world.plans)
+    assert outcomes["loaded"] > STORMS
+    assert plans[Plan.DIRECT.value if plan is None else Plan.PACKED.value] > STORMS // 4, plans
+    assert plans["whole"], plans
 
 
 @pytest.mark.parametrize("plan", ["packed", "gather", "mixed"])
@@ -82,7 +102,7 @@ def test_pushes_go_directly_if_staging_memory_is_full(full: dict[str, int]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", packing_mutants.MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_random_events_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.remove(monkeypatch)
     for seed in range(MUTANT_STORMS):

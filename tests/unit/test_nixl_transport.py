@@ -7,12 +7,15 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from layerpush.core.wire import Acknowledged, Landed, encode
+from layerpush.transport.acknowledged import AcknowledgedTransport
 from layerpush.transport.base import PeerLostError, Route, TransportError, WriteHandle, WriteState
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import FENCE_RETRY_S, SPLIT_AT, NixlTransport, NotedPost
@@ -107,6 +110,8 @@ class ScriptedAgent:
     def __init__(self, **failures: Exception | str) -> None:
         self.failures = failures
         self.prepared: list[tuple[object, list[int], object, list[int]]] = []
+        self.attached: list[bytes] = []
+        """The WRITEs' own notifications."""
         self.posted: list[int] = []
         self.released: list[int] = []
 
@@ -120,7 +125,7 @@ class ScriptedAgent:
         self, operation: str, local: object, ours: Sequence[int], remote: object, theirs: Sequence[int], **options: Any
     ) -> object:
         assert operation == "WRITE"
-        assert not options.get("notif_msg")
+        self.attached.append(options.get("notif_msg", b""))
         handle = len(self.prepared)
         self._step("make", handle, None)
         self.prepared.append((local, list(ours), remote, list(theirs)))
@@ -178,6 +183,14 @@ def test_a_failed_post_is_reported_even_if_the_release_fails() -> None:
     agent = ScriptedAgent(transfer=nixlRemoteDisconnectError("GONE"), release=nixlBackendError("BUSY"))
     with pytest.raises(PeerLostError, match="GONE"):
         NixlTransport(agent).post_write(ROUTE, IDS, IDS)
+
+
+def test_a_write_carries_the_notification_that_it_is_given() -> None:
+    agent = ScriptedAgent()
+    transport = NixlTransport(agent)
+    for notification in (b"", b"landed"):
+        transport.post_write(ROUTE, IDS, IDS, notification)
+    assert agent.attached == [b"", b"landed"]
 
 
 def test_states_of_a_write() -> None:
@@ -303,7 +316,6 @@ def test_a_fence_with_a_disconnect_ends_the_write(step: str, clock: SimpleNamesp
         (None, SPLIT_AT, False),
         (4, 3, True),
         (4, 4, False),
-        (0, 1, False),
         (math.inf, 3 * SPLIT_AT, True),
     ],
 )
@@ -328,6 +340,16 @@ def test_no_fence_covers_a_write_over_several_endpoints(
     clock.now += FENCE_RETRY_S
     with pytest.raises(PeerLostError):
         transport.poll(handle)
+
+
+def test_without_a_flush_there_is_no_fence(clock: SimpleNamespace) -> None:
+    agent = ScriptedAgent(**{"check 0": "ERR"})
+    transport = NixlTransport(agent, split_at=0)
+    handle = transport.post_write(ROUTE, IDS, IDS)
+    for _ in range(20):
+        assert transport.poll(handle) is WriteState.PENDING
+        clock.now += FENCE_RETRY_S
+    assert agent.posted == [0]
 
 
 def test_the_release_of_a_failed_write_releases_its_fence(clock: SimpleNamespace) -> None:
@@ -384,6 +406,23 @@ def test_a_failed_upstream_write_is_fenced(tear: str, clock: SimpleNamespace) ->
     assert agent.prepared == [("local", [7, 8, 9], "remote", [20, 21, 22]), ("local", [7], "remote", [20])]
     agent.failures["check 1"] = "DONE"
     assert ("BAD" in over(transport, handle)) == ("raises" in tear)
+
+
+def test_an_acknowledged_write_carries_upstreams_notification() -> None:
+    agent = ScriptedAgent()
+    network = NixlTransport(agent)
+    acknowledged = AcknowledgedTransport(network)
+    post = network.noted(partial(acknowledged.attached, 7))
+    handle = post.make_prepped_xfer("WRITE", "local", [7], "remote", [20], notif_msg=b"request-1:1")
+    post.transfer(handle)
+    network.adopt(handle, post, "D", 0)
+    acknowledged.adopt(handle, "D", 7)
+    assert agent.attached == [encode(Landed(7, b"request-1:1"))]
+    assert acknowledged.poll(handle) is WriteState.PENDING
+    agent.failures["get"] = {"D": [encode(Acknowledged((7,)))]}
+    assert acknowledged.poll(handle) is WriteState.LANDED
+    acknowledged.release(handle)
+    assert agent.released == [0]
 
 
 def test_an_upstream_write_to_a_lost_peer_is_over_at_once() -> None:

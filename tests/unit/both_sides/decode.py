@@ -35,7 +35,6 @@ from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.decode.unpacking import NoUnpacking
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_records import LoadRecord
-from layerpush.transport.base import WriteState
 from layerpush.transport.connections import Address
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.unpacker import Unpacker
@@ -106,7 +105,7 @@ class DecodeEngine(Process):
             for rank in range(ranks):
                 piece = BLOCK_BYTES // ranks
                 starts = range(rank * piece, self.memory.size, BLOCK_BYTES)
-                self.caches.append(self.transport.describe((ranks, rank), self.memory, starts, piece))
+                self.caches.append(self.endpoint.describe((ranks, rank), self.memory, starts, piece))
                 self.caches[-1].give_away(range(len(starts)))
         layout = layout_of([0] * LAYERS, D_BLOCKS, BLOCK_BYTES)
         self.owned = self.caches[0]
@@ -181,6 +180,7 @@ class DecodeEngine(Process):
             sampling=sampling,
             contact=self.name.encode(),
             attempt=waiting.attempt,
+            acknowledges=not self.world.fabric.ordered,
         )
         address = self._prefill_address(NOWHERE if self.world.routers.random() < MISTAKEN else "host-of-P")
         self.task(lambda: self.open_loads.register(registration, address, {}, self.world.now))
@@ -317,7 +317,7 @@ class DecodeEngine(Process):
         """WRITEs that may still land, in whole or in part."""
         for write in self.world.fabric.writes:
             moves = write.source.alive or write.lingers
-            if write.state is WriteState.PENDING and moves and write.target is self.transport:
+            if write.is_on_the_wire and moves and write.target is self.endpoint:
                 yield write
 
     def check_blocks(self, ids: AbstractSet[int], deed: str, key: Hashable = None) -> None:

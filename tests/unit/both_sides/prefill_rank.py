@@ -66,7 +66,7 @@ class PrefillRank(Process):
         self.engine, self.piece = engine, BLOCK_BYTES // engine.size
         layout = self.layout = layout_of([0] * LAYERS, P_BLOCKS, self.piece)
         self.memory = np.full(LAYERS * P_BLOCKS * self.piece, POISON, np.uint8)
-        self.owned = self.transport.describe("kv", self.memory, range(0, self.memory.size, self.piece), self.piece)
+        self.owned = self.endpoint.describe("kv", self.memory, range(0, self.memory.size, self.piece), self.piece)
         self.owned.give_away(range(LAYERS * P_BLOCKS))
         self.still_read: set[tuple[int, str]] = set()
         """Descriptors that were given away under WRITEs, and their old owners. New WRITEs must not read them."""
@@ -78,8 +78,8 @@ class PrefillRank(Process):
         self.staging = PrefillStaging(self, layout)
         self.packer = Packer(self.transport, layout, self.staging, self.piece, lambda: world.now)
         self.strategy = self._strategy()
-        self._post = self.transport.post_write
-        self.transport.post_write = self._posted  # type: ignore[method-assign]
+        self._post = self.endpoint.post_write
+        self.endpoint.post_write = self._posted  # type: ignore[method-assign]
         self.writer = PushWriter(
             identity,
             layout,
@@ -116,12 +116,14 @@ class PrefillRank(Process):
         strategy.draw = random.Random(packing.seed)
         return strategy
 
-    def _posted(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
+    def _posted(
+        self, route: Route, local: DescriptorIds, remote: DescriptorIds, notification: bytes = b""
+    ) -> WriteHandle:
         self.staging.check_post(route.local_descriptors, local.tolist())
         target: DecodeEngine | None = self.world.engine_of(route.agent)  # type: ignore[assignment]
         if target is not None:
             target.check_post(route.remote_descriptors, remote.tolist())
-        return self._post(route, local, remote)
+        return self._post(route, local, remote, notification)
 
     # Memory.
 
@@ -145,7 +147,7 @@ class PrefillRank(Process):
         ids: set[int] = set()
         for write in self.world.fabric.writes:
             moves = write.state is WriteState.PENDING and write.target.alive
-            if write.source is self.transport and moves and write.route.local_descriptors == "kv":
+            if write.source is self.endpoint and moves and write.route.local_descriptors == "kv":
                 ids.update(write.local.tolist())
         for gather in self.staging.running:
             ids |= gather.blocks

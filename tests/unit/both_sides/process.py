@@ -16,7 +16,8 @@ import numpy as np
 from layerpush.core.liveness import Verdict
 from layerpush.core.wire import Message, read
 from layerpush.telemetry.peer_errors import PeerErrors
-from layerpush.transport.base import TransportError
+from layerpush.transport.acknowledged import AcknowledgedTransport
+from layerpush.transport.base import Transport, TransportError
 from layerpush.transport.connections import Address, Connections, Handshake, Rank
 
 if TYPE_CHECKING:
@@ -115,7 +116,10 @@ class Process:
     def __init__(self, world: World, engine_id: str, rank: int) -> None:
         self.world, self.engine_id, self.rank = world, engine_id, rank
         self.name = world.new_name(engine_id, rank)
-        self.transport = world.fabric.endpoint(self.name)
+        self.endpoint = world.fabric.endpoint(self.name)
+        self.transport: Transport = self.endpoint
+        if not world.fabric.ordered:
+            self.transport = AcknowledgedTransport(self.endpoint, clock=lambda: world.now)
         self.peer_errors = PeerErrors(logging.getLogger("vllm.layerpush.test"))
         self.connected: dict[str, tuple[str, ...]] = {}
         self.handshakes: dict[str, tuple[float, Handshake]] = {}
@@ -208,5 +212,5 @@ class Process:
         assert not self.probes
         assert not self.tasks
         assert not self.peers._retries
-        assert not self.transport._live
-        assert not [write for write in self.transport._released if write.target.alive]
+        assert not self.endpoint._live
+        assert not [write for write in self.endpoint._released if write.target.alive]

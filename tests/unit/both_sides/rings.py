@@ -126,7 +126,7 @@ class WatchedStaging(NumpyStaging):
     def pieces(self, key: str) -> Descriptors:
         """The ring as a list of NIXL descriptors without an owner."""
         starts = range(0, len(self.memory), PIECE_BYTES)
-        described = self.process.transport.describe(key, self.memory, starts, PIECE_BYTES)
+        described = self.process.endpoint.describe(key, self.memory, starts, PIECE_BYTES)
         described.give_away(range(len(starts)))
         return described
 
@@ -176,7 +176,7 @@ class PrefillStaging(WatchedStaging):
             "pieces": (PIECE_BYTES, self.pieces("pieces")),
             "blocks": (
                 rank.piece,
-                rank.transport.describe("blocks", self.memory, self._starts_of_blocks(), rank.piece),
+                rank.endpoint.describe("blocks", self.memory, self._starts_of_blocks(), rank.piece),
             ),
         }
         self.lists["blocks"][1].give_away(range(len(self._starts_of_blocks())))
@@ -213,7 +213,7 @@ class PrefillStaging(WatchedStaging):
 
     def _on_the_wire(self) -> Iterator[FakeWrite]:
         for write in self.process.world.fabric.writes:
-            if write.source is self.process.transport and write.state is WriteState.PENDING and write.target.alive:
+            if write.source is self.process.endpoint and write.state is WriteState.PENDING and write.target.alive:
                 yield write
 
     def _spans_of(self, write: FakeWrite) -> Iterator[range]:

@@ -29,7 +29,7 @@ FULL = 6, 6
 """Blocks of P and of D with room for one long prompt."""
 
 
-def stormy(seed: int, packing: dict[str, Any] | None = None, **weather: Any) -> World:
+def stormy(seed: int, packing: dict[str, Any] | None = None, *, ordered: bool = True, **weather: Any) -> World:
     """A world with random faults and packing, except for ``weather`` and ``packing``."""
     draw = random.Random(seed)
     weather = {kind: draw.choice(choices) for kind, choices in WEATHER.items()} | weather
@@ -37,7 +37,8 @@ def stormy(seed: int, packing: dict[str, Any] | None = None, **weather: Any) -> 
     ranks = draw.choice([1, 2])
     packs = Packing.drawn(draw, **packing or {})
     blocks = draw.choice([(P_BLOCKS, D_BLOCKS), FULL])
-    return World(Faults.endless(seed, **weather), seed, 1 if packing else ranks, policy, packs, blocks)
+    faults = Faults.endless(seed, **weather)
+    return World(faults, seed, 1 if packing else ranks, policy, packs, blocks, ordered=ordered)
 
 
 def storm(seed: int, moves: int = 120, packing: dict[str, Any] | None = None, **weather: Any) -> World:

@@ -46,9 +46,11 @@ class World:
         policy: Policy | None = None,
         packing: Packing | None = None,
         blocks: tuple[int, int] = (P_BLOCKS, D_BLOCKS),
+        *,
+        ordered: bool = True,
     ) -> None:
         self.prefill_blocks, self.decode_blocks = blocks
-        self.fabric = FakeFabric(faults, seed)
+        self.fabric = FakeFabric(faults, seed, ordered=ordered)
         self.ranks, self.policy = ranks, policy or Policy()
         self.packing = packing or Packing()
         self.copies = random.Random(self.packing.seed)
