@@ -1,22 +1,24 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.contract.link import FakeLink, Link, NixlLink
+from tests.support import libfabric
 
 QUICK_BENCHES = ("test_a_wrong_byte_ends_the_benchmark_without_a_result",)
 KINDS: dict[str, Callable[[], Link]] = {
     "fake": FakeLink,
-    "nixl": lambda: NixlLink(threads=0),
+    "nixl": NixlLink,
     "nixl-4-threads": lambda: NixlLink(threads=4),  # vLLM's default; large WRITEs are spread over the threads
+    "libfabric": lambda: NixlLink("LIBFABRIC"),
 }
 
-
 # Each own link to NIXL starts a process, so tests with such links use only the kind that vLLM uses.
-OWN_KINDS = ["fake", "nixl-4-threads"]
+OWN_KINDS = ["fake", "nixl-4-threads", "libfabric"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,9 +30,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.exhaustive)
 
 
-@pytest.fixture(scope="session", params=KINDS)
+def params(kinds: Iterable[str]) -> list[Any]:
+    """`make test-all` runs the tests over LIBFABRIC."""
+    return [pytest.param(kind, marks=pytest.mark.exhaustive if kind == "libfabric" else ()) for kind in kinds]
+
+
+def new_link(kind: str) -> Link:
+    if kind == "libfabric":
+        libfabric.require()
+    return KINDS[kind]()
+
+
+@pytest.fixture(scope="session", params=params(KINDS))
 def _shared_link(request: pytest.FixtureRequest) -> Iterator[Link]:
-    link = KINDS[request.param]()
+    link = new_link(request.param)
     yield link
     link.close()
 
@@ -42,9 +55,9 @@ def link(_shared_link: Link) -> Link:
     return _shared_link
 
 
-@pytest.fixture(params=OWN_KINDS)
+@pytest.fixture(params=params(OWN_KINDS))
 def own_link(request: pytest.FixtureRequest) -> Iterator[Link]:
     """A link for one test, which may freeze or kill D or leave WRITEs in flight."""
-    link = KINDS[request.param]()
+    link = new_link(request.param)
     yield link
     link.close()

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,11 @@ from numpy.typing import NDArray
 
 from layerpush.transport.base import Route, Transport
 from layerpush.transport.locked import LockedAgent
-from layerpush.transport.nixl import NixlTransport
+from tests.contract.commands import ROOT
+from tests.contract.peer import PAUSE_SECONDS, POISON, new_agent, transport_over
 from tests.support.fake_transport import FakeFabric
 
 COUNT, SIZE = 4096, 1024
-POISON = 0xEE
 
 Pieces = NDArray[np.uint8]
 """Memory as ``[COUNT, SIZE]``: one row per descriptor."""
@@ -137,31 +136,34 @@ class FakeLink(Link):
 
 
 class NixlLink(Link):
-    """NIXL over UCX's TCP on loopback.
+    """NIXL over TCP on loopback.
 
     Neither agent has a progress thread. D polls in a loop. P makes progress only inside the transport's own calls, the
     harder case for the contract: a progress thread would hide a transport that forgets to poll.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, backend: str = "UCX", threads: int = 0) -> None:
         os.environ.update(UCX_TLS="tcp,self", UCX_NET_DEVICES="lo")
-        from nixl._api import nixl_agent, nixl_agent_config
+        self.backend = backend
 
         ours, theirs = socket.socketpair()
-        command = [sys.executable, str(Path(__file__).with_name("peer.py"))]
-        arguments = [str(theirs.fileno()), str(COUNT * SIZE), str(threads)]
-        self.process = subprocess.Popen(command + arguments, pass_fds=[theirs.fileno()])
+        command = [sys.executable, "-m", "tests.contract.peer"]
+        arguments = [str(theirs.fileno()), str(COUNT * SIZE), backend, str(threads)]
+        self.process = subprocess.Popen(command + arguments, cwd=ROOT, pass_fds=[theirs.fileno()])
         theirs.close()
         self.commands = Connection(ours.detach())
 
-        self.agent = nixl_agent("P", nixl_agent_config(enable_prog_thread=False, num_threads=threads))
+        self.agent = new_agent("P", backend, threads)
         self.source = source_pieces()
         self.registration = self.agent.register_memory([(self.source.ctypes.data, self.source.nbytes, 0, "")], "DRAM")
         metadata, base = self.commands.recv()
-        name = self.agent.add_remote_agent(metadata)
+        name = self.agent.add_remote_agent(metadata).decode()
         self.commands.send(self.agent.get_agent_metadata())
+        while not self.commands.poll(PAUSE_SECONDS):
+            self.agent.get_new_notifs()
+        self.commands.recv()
         self.route = Route(name, 0, self._prepare("", self.source.ctypes.data), self._prepare(name, base))
-        self.transport = NixlTransport(LockedAgent(self.agent))
+        self.transport = transport_over(LockedAgent(self.agent), backend)
 
     def _prepare(self, agent: str, base: int) -> Any:
         pieces = np.zeros((COUNT, 3), np.uint64)
@@ -184,9 +186,7 @@ class NixlLink(Link):
         self._ask("notify", "P", payload)
 
     def stranger(self) -> Transport:
-        from nixl._api import nixl_agent, nixl_agent_config
-
-        return NixlTransport(nixl_agent("S", nixl_agent_config(enable_prog_thread=False)))
+        return transport_over(new_agent("S", self.backend), self.backend)
 
     def peer_contact(self) -> bytes:
         contact: bytes = self._ask("contact")

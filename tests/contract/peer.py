@@ -1,30 +1,53 @@
 """D's process in the contract tests: registers memory with a NIXL agent, makes progress, and obeys commands.
 
-A script. Arguments: file descriptor of its end of a socket pair, bytes of memory to register, threads of the agent.
+A program. Arguments: file descriptor of its end of a socket pair, bytes of memory to register, backend and threads of
+the agent.
 """
 
 from __future__ import annotations
 
 import sys
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
+from layerpush.transport.acknowledged import AcknowledgedTransport
+from layerpush.transport.base import Transport
 from layerpush.transport.nixl import NixlTransport
+from tests.support import libfabric
 
 POISON = 0xEE
 PAUSE_SECONDS = 0.0003
 
 
-def main(commands: Connection, size: int, threads: int) -> None:
+def new_agent(name: str, backend: str, threads: int = 0) -> Any:
+    """An agent without a progress thread. ``threads`` is for UCX only."""
     from nixl._api import nixl_agent, nixl_agent_config
 
-    agent = nixl_agent("D", nixl_agent_config(enable_prog_thread=False, num_threads=threads))
+    if backend == "UCX":
+        return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, num_threads=threads))
+    libfabric.load()
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[backend]))
+
+
+def transport_over(agent: Any, backend: str) -> Transport:
+    """The transport that a worker has over this backend."""
+    if backend == "UCX":
+        return NixlTransport(agent)
+    return AcknowledgedTransport(NixlTransport(agent, split_at=0))
+
+
+def main(commands: Connection, size: int, backend: str, threads: int) -> None:
+    agent = new_agent("D", backend, threads)
     memory = np.full(size, POISON, np.uint8)
     agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
     commands.send((agent.get_agent_metadata(), memory.ctypes.data))
+    transport = transport_over(agent, backend)
+    while not commands.poll(PAUSE_SECONDS):  # over LIBFABRIC, the other side's handshake needs our progress
+        transport.notifications()
     agent.add_remote_agent(commands.recv())
-    transport = NixlTransport(agent)
+    commands.send(None)
 
     inbox: list[tuple[str, bytes]] = []
     awaited: bytes | None = None
@@ -63,4 +86,4 @@ def main(commands: Connection, size: int, threads: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
+    main(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

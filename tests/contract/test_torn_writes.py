@@ -17,14 +17,14 @@ from tests.support.waiting import until
 class Failing:
     """A transport over the link's agent. NIXL reports its first WRITE as failed."""
 
-    def __init__(self, link: NixlLink) -> None:
+    def __init__(self, link: NixlLink, split_at: float = SPLIT_AT) -> None:
         agent: Any = LockedAgent(link.agent)
         self.failed: list[Any] = []
         agent.transfer = lambda handle: self.failed.append(handle) or link.agent.transfer(handle)
         agent.check_xfer_state = lambda handle: (
             "ERR" if handle is self.failed[0] else link.agent.check_xfer_state(handle)
         )
-        self.transport = NixlTransport(agent)
+        self.transport = NixlTransport(agent, split_at)
 
     def is_over(self, handle: WriteHandle) -> bool:
         try:
@@ -51,6 +51,17 @@ def test_a_failed_write_is_over_when_all_of_it_has_landed(link: NixlLink) -> Non
     assert not any(looks), "the WRITE was over while D was frozen"
     missing = np.flatnonzero((landed[:count] != link.source[:count]).any(axis=1))
     assert missing.size == 0, f"{missing.size} of {count} pieces landed after the WRITE was over"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("own_link", ["libfabric"], indirect=True)
+def test_a_failed_write_is_not_over_where_nothing_flushes_it(own_link: NixlLink) -> None:
+    """All of it has landed, and no fence can prove that."""
+    failing = Failing(own_link, split_at=0)
+    ids = np.arange(64, dtype=np.int32)
+    handle = failing.transport.post_write(own_link.route, ids, ids)
+    until(lambda: not failing.is_over(handle) and bool((own_link.memory()[:64] == own_link.source[:64]).all()))
+    assert not any(failing.is_over(handle) for _ in range(500))
 
 
 @pytest.mark.parametrize("own_link", ["nixl-4-threads"], indirect=True)
