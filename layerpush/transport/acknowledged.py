@@ -14,7 +14,7 @@ only with its notification: the count of a WRITE without one would be added to t
 
 A ``Landed`` comes with its WRITE, or never. An ``Acknowledged`` may be lost. Then the sender asks again every ``ASK_S``
 seconds, and the peer answers from its table. LIBFABRIC does not report the death of a peer: a WRITE without an answer
-stays ``PENDING``, and callers have deadlines.
+stays ``PENDING``, and callers have deadlines. Over TCP, ``notify`` to a dead peer may never return.
 """
 
 from __future__ import annotations
