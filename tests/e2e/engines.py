@@ -19,6 +19,9 @@ CORRUPTING_MODULE = "tests.e2e.corrupting"
 
 # granularity="layer": every layer of every chunk is a WRITE of its own, for the most interleavings.
 P_LAYER = EngineSpec("P-layer", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE))
+P_FABRIC = EngineSpec(
+    "P-fabric", "P", transfer(LAYERWISE, backends=["LIBFABRIC"], granularity="layer", trace_dir=TRACE)
+)
 P_AUTO = EngineSpec("P-auto", "P", transfer(LAYERWISE, trace_dir=TRACE))
 P_CHUNK = EngineSpec("P-chunk", "P", transfer(LAYERWISE, granularity="chunk", trace_dir=TRACE))
 P_WHOLE = EngineSpec("P-whole", "P", transfer(LAYERWISE, layerwise=False, trace_dir=TRACE))
@@ -76,6 +79,7 @@ P_STEPS_IN_FLIGHT = EngineSpec(
 
 R = EngineSpec("R", "R", None)
 D_LAYER = EngineSpec("D-layer", "D", transfer(LAYERWISE))
+D_FABRIC = EngineSpec("D-fabric", "D", transfer(LAYERWISE, backends=["LIBFABRIC"]))
 # Room for 1,248 tokens: three prompts of 300, but not with answers of 200.
 D_TIGHT = EngineSpec(
     "D-tight",

@@ -30,6 +30,7 @@ from tests.e2e.notifwatch import NotificationWatch
 from tests.e2e.preload import ENVIRONMENT
 from tests.e2e.results import Finished
 from tests.e2e.wirefaults import WireFaults
+from tests.support import libfabric
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.01
 
@@ -183,6 +184,8 @@ def main(
     spec: EngineSpec, engine_id: str, port: int, model: str, log_path: str, trace_dir: str, pipe: Connection
 ) -> None:
     prepare_process(log_path, port)
+    if "LIBFABRIC" in (spec.transfer or ""):
+        libfabric.load()
     try:
         host = HostedEngine(spec, engine_id, model, trace_dir, pipe)
         pipe.send(("ready", host.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), None))
