@@ -41,9 +41,9 @@ from layerpush.core.load_protocol import (
 from layerpush.core.load_session import LoadSession
 from layerpush.core.machine import IllegalTransitionError
 
-PATIENCE_S, TOKEN_WAIT_S = 5.0, 3.0
+PATIENCE_S, TOKEN_WAIT_S = 5.0, 5.0
 AGENTS = frozenset({"A", "B"})
-STEP_S, STEPS = 2.5, 3
+STEP_S, STEPS = 4.0, 2
 """Time passes in steps of this length: enough to lose patience, and one more."""
 
 
@@ -70,11 +70,11 @@ def complete(*events: Event) -> LoadSession:
 
 
 def test_the_wait_for_a_promised_token_is_bounded() -> None:
-    assert complete(TokenPromised("A")).handle(TokenArrived("A", 7), 12.9) == [ReportLoaded(7)]
+    assert complete(TokenPromised("A")).handle(TokenArrived("A", 7), 14.9) == [ReportLoaded(7)]
     session = complete(TokenPromised("A"))
-    assert session.next_due(11.0) == 13.0
-    assert session.handle(Tick(), 12.9) == []
-    assert session.handle(Tick(), 13.0) == [ReportLoaded("late")]
+    assert session.next_due(11.0) == 15.0
+    assert session.handle(Tick(), 14.9) == []
+    assert session.handle(Tick(), 15.0) == [ReportLoaded("late")]
 
 
 def test_a_timed_out_load_parks_its_blocks_until_every_rank_has_ended() -> None:

@@ -8,20 +8,22 @@ from msgspec.structs import replace
 
 from layerpush.core import load_protocol
 from layerpush.core.load_session import LoadSession
-from layerpush.core.wire import Registration, Unregistered
+from layerpush.core.wire import Unregistered
 from layerpush.decode.load import Load
-from layerpush.prefill.registrations import Registrations
 from tests.unit.both_sides.mutants import Mutant, Patch
 
 MUTANTS: list[Mutant] = []
 
 
-def _add(remove: Any) -> Any:
-    MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, {}))
-    return remove
+def _add(**weather: float) -> Any:
+    def add(remove: Any) -> Any:
+        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, weather))
+        return remove
+
+    return add
 
 
-@_add
+@_add(drop=0.0, duplicate=0.5, reorder=0.5, delay=0.8)
 def an_answer_to_an_earlier_attempt_counts(patch: Patch) -> None:
     plain = Load.on_message
 
@@ -33,19 +35,7 @@ def an_answer_to_an_earlier_attempt_counts(patch: Patch) -> None:
     patch.setattr(Load, "on_message", on_message)
 
 
-@_add
-def p_serves_a_registration_after_it_was_taken_back(patch: Patch) -> None:
-    plain = Registrations.on_registration
-
-    def on_registration(self: Registrations, sender: str, registration: Registration, now: float) -> None:
-        if isinstance(self._answers.get(registration.key), Unregistered):
-            del self._answers[registration.key]
-        plain(self, sender, registration, now)
-
-    patch.setattr(Registrations, "on_registration", on_registration)
-
-
-@_add
+@_add()
 def one_rank_speaks_for_all(patch: Patch) -> None:
     plain = LoadSession._on_unregistered
 
