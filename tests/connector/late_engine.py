@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from layerpush.compat import early_revocation
 from tests.connector.engine import BLOCK_SIZE, NAMES, Engine, pattern
 from tests.connector.runners import V2Runner
 from tests.support.simulated_stream import SimulatedEvent, SimulatedStream
-from tests.support.waiting import until
+from tests.support.writer_turns import WriterTurns
 
 GENERATED = -2.0
 """The KV of a generated token."""
@@ -51,7 +51,6 @@ class LateEngine(Engine):
         self.stream = stream
         self.reads = 0
         self.wrong: list[str] = []
-        self.turns = 0
         self._draw, self._hooks, self._microbatches = draw, list(hooks), microbatches
         self._batches: deque[tuple[SchedulerOutput, list[str], KVConnectorOutput, SimulatedEvent]] = deque()
         config.parallel_config.ubatch_size = microbatches if microbatches > 1 else 0
@@ -59,8 +58,7 @@ class LateEngine(Engine):
         assert isinstance(self.runner, V2Runner)
         self.runner.after_forward = self._lag
         self.worker.connector_worker.step_events.drafted = frozenset(drafted)
-        thread = self.worker.connector_worker._writer_thread
-        thread._turn = partial(self._counted, thread._turn)
+        self._turns = WriterTurns(self.worker.connector_worker)
 
     @property
     def is_idle(self) -> bool:
@@ -96,20 +94,8 @@ class LateEngine(Engine):
 
     def _lag(self) -> None:
         """The writer thread does all that it can; then the device goes on a little."""
-        if len(self.writer) or self.worker.connector_worker.step_events.pending:
-            self._let_the_writer_work()
+        self._turns.let_pass()
         self.stream.run(self._draw.randrange(4))
-
-    def _let_the_writer_work(self) -> None:
-        begun = self.turns
-        for turns in (1, 2):  # the turn that runs may have begun before the events
-            self.worker.connector_worker._waker.wake()
-            until(lambda turns=turns: self.turns > begun + turns)
-        until(lambda: not any(push.in_flight for push in list(self.writer._pushes.values())))
-
-    def _counted(self, turn: Callable[[], None]) -> None:
-        self.turns += 1
-        turn()
 
     def _compute(self, name: str, output: SchedulerOutput) -> None:
         """A microbatch has its share of the step's tokens, request after request."""
