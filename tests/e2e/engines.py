@@ -76,6 +76,15 @@ P_BEHIND_STORE, P_BEFORE_STORE = (
 P_STEPS_IN_FLIGHT = EngineSpec(
     "P-steps-in-flight", "P", P_BEHIND_STORE.transfer, (*PREFIX_CACHING, ("async_scheduling", True))
 )
+P_LATE, P_LATE_UNFENCED = (
+    EngineSpec(
+        name,
+        "P",
+        transfer(connector, module_path="tests.e2e.latekv", granularity="layer", trace_dir=TRACE),
+        PREFIX_CACHING,
+    )
+    for name, connector in (("P-late", "Late"), ("P-late-unfenced", "LateUnfenced"))
+)
 
 R = EngineSpec("R", "R", None)
 D_LAYER = EngineSpec("D-layer", "D", transfer(LAYERWISE))
