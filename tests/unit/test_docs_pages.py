@@ -184,7 +184,7 @@ class StubbornProcess:
     ("options", "happens"), [({}, ["SIGTERM", "killed"]), ({"shutdown_timeout": 120}, ["SIGTERM", 120, "killed"])]
 )
 def test_vllm_waits_for_an_engine_at_its_end_only_if_shutdown_timeout_says_so(
-    options: dict[str, Any], happens: list[object], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], happens: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """docs/deployment.md: without the option a SIGTERM is as good as a SIGKILL."""
     from vllm.engine.arg_utils import EngineArgs
@@ -192,7 +192,7 @@ def test_vllm_waits_for_an_engine_at_its_end_only_if_shutdown_timeout_says_so(
 
     process: Any = StubbornProcess()
     monkeypatch.setattr(utils, "kill_process_tree", lambda _: process.happened.append("killed"))
-    utils.shutdown([process], timeout=EngineArgs(**options).shutdown_timeout)
+    utils.shutdown([process], timeout=EngineArgs(model=str(tmp_path), **options).shutdown_timeout)
     assert process.happened == happens
     page = " ".join((ROOT / "docs/deployment.md").read_text().split())
     assert "With vLLM's default, `--shutdown-timeout 0`, a SIGTERM to `vllm serve` has the effect of a SIGKILL" in page
