@@ -74,7 +74,12 @@ P_BEHIND_STORE, P_BEFORE_STORE = (
     for name, first in (("P-behind-store", True), ("P-before-store", False))
 )
 P_STEPS_IN_FLIGHT = EngineSpec(
-    "P-steps-in-flight", "P", P_BEHIND_STORE.transfer, (*PREFIX_CACHING, ("async_scheduling", True))
+    "P-steps-in-flight",
+    "P",
+    beside_store(
+        transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), "kv_producer", first=True, steps_in_flight=True
+    ),
+    PREFIX_CACHING,
 )
 P_LATE, P_LATE_UNFENCED = (
     EngineSpec(

@@ -132,6 +132,9 @@ class MemoryStore(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         STORE.caches = kv_caches
+        if self._kv_transfer_config.kv_connector_extra_config.get("steps_in_flight"):
+            # vLLM turns it off on a CPU. The scheduler and the queue of steps are built next, and read it.
+            self._vllm_config.scheduler_config.async_scheduling = True
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
