@@ -77,6 +77,10 @@ class Fleet:
             self._remove(host.spec)
         host.stop()
 
+    def end(self, *specs: EngineSpec) -> None:
+        """Stop the hosts of these specs that run."""
+        self._stop_hosts([spec for spec in specs if spec in self._hosts])
+
     def discard_guests(self) -> None:
         """End all hosts of `spawn` and `respawn`."""
         for host in self._guests:

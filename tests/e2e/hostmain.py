@@ -30,7 +30,7 @@ from tests.e2e.notifwatch import NotificationWatch
 from tests.e2e.preload import ENVIRONMENT
 from tests.e2e.results import Finished
 from tests.e2e.wirefaults import WireFaults
-from tests.support import libfabric
+from tests.support import libfabric, lmcache
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.01
 
@@ -186,6 +186,8 @@ def main(
     prepare_process(log_path, port)
     if "LIBFABRIC" in (spec.transfer or ""):
         libfabric.load()
+    if "LMCache" in (spec.transfer or ""):
+        lmcache.load()
     try:
         host = HostedEngine(spec, engine_id, model, trace_dir, pipe)
         pipe.send(("ready", host.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), None))
