@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import Nix
 from layerpush.compat.first_tokens import sampling_of
 from layerpush.compat.nixl_connector import get_base_request_id
 from layerpush.core.first_token import Sampled
+from layerpush.core.request_names import named_prompts
 from layerpush.core.request_params import transfer_id
 
 if TYPE_CHECKING:
@@ -103,6 +104,12 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
             return None
         return Sampled(request.output_token_ids[0], *sampling_of(request.sampling_params))
 
+    def prompt_names(self, request: Request) -> set[str]:
+        """The names by which P may know the prompt of a request that awaits scheduling: see ``named_prompts``."""
+        params = request.kv_transfer_params
+        bases = map(get_base_request_id, {request.request_id, params["remote_request_id"]})
+        return named_prompts([*bases, transfer_id(params)], self.prompt_digest(request))
+
     def prompt_digest(self, request: Request) -> str | None:
         """A digest, 32 hexadecimal digits, equal on P and D for equal prompts. None if P and D cannot compare them.
 
@@ -134,14 +141,6 @@ def awaits_scheduling(request: Any) -> bool:
     """Whether a decode engine has not registered this request's blocks yet."""
     params = request.kv_transfer_params
     return bool(params and params.get("do_remote_prefill"))
-
-
-def prompt_names(request: Any) -> set[str]:
-    """The names by which P may know the prompt of a request that awaits scheduling: base ids, and ``transfer_id``."""
-    params = request.kv_transfer_params
-    ids = {request.request_id, params["remote_request_id"]}
-    transfer = transfer_id(params)
-    return {*map(get_base_request_id, ids), *([] if transfer is None else [transfer])}
 
 
 def name_prefill_request(request: Any) -> None:

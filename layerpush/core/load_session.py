@@ -218,7 +218,6 @@ class LoadSession(Machine[State, Event, Action]):
         if self.state not in (S.WAITING, S.UNREGISTERING):
             return self.state
         self._park_at = now + self._cancel_timeout_s
-        self._retry_s = RETRY_S
         self._ask(now, actions, S.CANCELLING)
         return S.CANCELLING
 

@@ -130,6 +130,11 @@ class RequestNames:
         return first != second and _stem(first) == _stem(second)
 
 
+def named_prompts(names: Iterable[str | None], digest: str | None) -> set[str]:
+    """A prompt under each of a request's base ids and its ``transfer_id``: a router may give one to several prompts."""
+    return {f"{name}/{digest or ''}" for name in names if name is not None}
+
+
 def of_transfer(transfer: str) -> str:
     """A ``transfer_id`` as a key beside base ids: no base id has a line end."""
     return f"\n{transfer}"

@@ -220,8 +220,9 @@ class Cancelled(_PeerMessage, frozen=True):
 
 
 class Queued(_PeerMessage, frozen=True):
-    """P has no free blocks for the registered prompt. P holds those of ``computed`` prompts, which no D has registered:
-    the base ids and ``transfer_id`` of some of them. Only a D that speaks version 2 gets it.
+    """P has no free blocks for the registered prompt. P holds those of ``computed`` prompts, which no D has registered.
+    It names some of them: by base id or ``transfer_id``, a slash, and the prompt's digest. Only a D that speaks version
+    2 gets it.
     """
 
     request_id: RequestId

@@ -27,7 +27,7 @@ from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT_S, Key, PendingRegistrations
 from layerpush.core.push_protocol import Aborted, ReportFailure, SendFirstToken
 from layerpush.core.request_index import RequestIndex
-from layerpush.core.request_names import Named, RequestNames, of_transfer
+from layerpush.core.request_names import Named, RequestNames, named_prompts, of_transfer
 from layerpush.core.wire import (
     MAX_COMPUTED,
     MAX_TP_SIZE,
@@ -431,8 +431,12 @@ class Registrations:
                     self._answer(registration, Queued(registration.request_id, names), now)
 
     def _names_of(self, request_ids: list[str]) -> tuple[str, ...]:
-        names = {self._names.base(each) for each in request_ids} | set(map(self._transfer_of, request_ids))
-        return tuple(sorted(name for name in names if name and len(name) <= NAMED_CHARS))[:MAX_COMPUTED]
+        prompts = (
+            named_prompts([self._names.base(each), self._transfer_of(each)], self._digests.get(each))
+            for each in request_ids
+        )
+        names = set().union(*prompts)
+        return tuple(sorted(name for name in names if len(name) <= NAMED_CHARS))[:MAX_COMPUTED]
 
     def _withdraw(self, request_id: str | None, named: Named | None, now: float) -> None:
         self._take_arrivals(now)

@@ -19,7 +19,6 @@ from layerpush.compat.push_scheduler import (
     awaits_scheduling,
     is_streamed,
     name_prefill_request,
-    prompt_names,
 )
 from layerpush.compat.spans import traces_requests
 from layerpush.compat.worker_report import WorkerReport
@@ -89,6 +88,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._token_may_be_stale = vllm_config.max_concurrent_batches > 1
         """After a rewind, vLLM may give a request the token of a step that it has taken back."""
         self._prompt_digests: dict[str, str] = {}
+        self._digests: dict[str, str | None] = {}
+        """By request id: a long prompt is digested once."""
         self._sampled: dict[str, Sampled] = {}
         self._traces_requests = traces_requests(vllm_config)
         self._trace_headers: dict[str, Mapping[str, str]] = {}
@@ -151,7 +152,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             name_prefill_request(request)
         super().on_new_request(request)
         if awaits_scheduling(request):
-            self.postponed.came(request.request_id, prompt_names(request))
+            self.postponed.came(request.request_id, self.prompt_names(request))
         if is_streamed(request):
             first_tokens.allow_stop_tokens(request)
             self._arrived[request.request_id] = transfer_id(request.kv_transfer_params)
@@ -162,6 +163,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
                 self.metrics.recorder.count(EARLY_ANSWERS, "answered")
         if self._traces_requests and request.trace_headers and request.kv_transfer_params:
             self._trace_headers[request.request_id] = dict(request.trace_headers)
+
+    def prompt_digest(self, request: Request) -> str | None:
+        if request.request_id not in self._digests:
+            self._digests[request.request_id] = super().prompt_digest(request)
+        return self._digests[request.request_id]
 
     def went_elsewhere(self, request_id: str, rank: int) -> None:
         """A request went to another data-parallel ``rank`` of this engine: no registration for it can be served."""
@@ -284,7 +290,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._attempts[request_id] = self._attempts.get(request_id, 0) + 1
         request.kv_transfer_params["do_remote_prefill"] = True
         super().on_new_request(request)  # vLLM's heartbeats name it again
-        self.postponed.came(request_id, prompt_names(request))
+        self.postponed.came(request_id, self.prompt_names(request))
         if self.first_tokens is not None:
             self.first_tokens.finished(request_id)
 
@@ -329,6 +335,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._hand_overs.finished(request.request_id, time.perf_counter())
         if self.first_tokens is not None:
             self.first_tokens.finished(request.request_id)
+        self._digests.pop(request.request_id, None)
         return outcome
 
     def shutdown(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from layerpush.compat.worker_report import WorkerReport
+from layerpush.core.wire import PROTOCOL_VERSION
 from layerpush.decode.awaited_pushes import ABORTED
 from layerpush.worker.scheduler import LayerwisePushScheduler
 from tests.connector.conftest import PORTS
@@ -435,7 +436,7 @@ def test_a_registration_has_ps_request_id_and_the_prompt_digest(decode: Build) -
         d.decode(name, tokens)
     d.step()
     sent = d.metadata.push_registrations
-    assert sent["a"]["layerpush"] == 1
+    assert sent["a"]["layerpush"] == PROTOCOL_VERSION
     assert sent["a"]["prefill_request_id"] == "a-on-p"
     assert len(sent["a"]["prompt_digest"]) == 32
     assert sent["a"]["prompt_digest"] == sent["b"]["prompt_digest"] != sent["c"]["prompt_digest"]

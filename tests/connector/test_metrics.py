@@ -109,13 +109,13 @@ def with_two_ranks(engine: Engine) -> None:
     scheduler, update, ranks = engine.connector.connector_scheduler, engine._update, KVOutputAggregator(2)
     scheduler._endings = Endings(2, scheduler.metrics.recorder)
 
-    def update_from_both(output: SchedulerOutput, result: KVConnectorOutput) -> None:
+    def update_from_both(output: SchedulerOutput, ready: list[str], result: KVConnectorOutput) -> None:
         reports = [result, pickle.loads(pickle.dumps(result))]
         outputs = [ModelRunnerOutput([], {}, kv_connector_output=report) for report in reports]
         joined = ranks.aggregate(outputs)
         assert joined is not None
         assert joined.kv_connector_output is not None
-        update(output, joined.kv_connector_output)
+        update(output, ready, joined.kv_connector_output)
 
     engine._update = update_from_both  # type: ignore[method-assign]
 

@@ -10,7 +10,16 @@ from tests.e2e.fixtures import LogReader
 from tests.e2e.fleet import Fleet
 
 # Attributes that remember the last few thousand finished requests on purpose.
-BOUNDED_MEMORIES = ("._served", "._senders", "._answers", "._withheld", "._failures", "._ended", "._unwanted")
+BOUNDED_MEMORIES = (
+    "._served",
+    "._senders",
+    "._answers",
+    "._withheld",
+    "._failures",
+    "._ended",
+    "._unwanted",
+    "._heartbeats",
+)
 
 CLEAN_UP_S = 10.0
 """Seconds that another thread may take to clean up on a busy machine."""

@@ -93,7 +93,8 @@ class FakeWrite:
 
     def _notify(self) -> None:
         if self.notification:
-            self.source.enqueue(self.target, self.notification, lost=False)
+            number = self.source.fabric.reach("notify")
+            self.source.enqueue(self.target, self.notification, number, lost=False)
             self.notification = b""
 
     def _read(self, position: int) -> Bytes:
@@ -271,11 +272,12 @@ class FakeTransport:
     def notify(self, agent: str, payload: bytes) -> None:
         with self.fabric.lock:
             self._require_running()
-            self.enqueue(self.fabric.peer(agent), payload)
+            number = self.fabric.reach("notify")  # the peer may die at this moment
+            self.enqueue(self.fabric.peer(agent), payload, number)
 
-    def enqueue(self, target: FakeTransport, payload: bytes, *, lost: bool = True) -> None:
-        """Put a notification into the target's inbox. ``lost``: it may be lost."""
-        number, faults = self.fabric.reach("notify"), self.fabric.faults
+    def enqueue(self, target: FakeTransport, payload: bytes, number: int, *, lost: bool = True) -> None:
+        """Put the fabric's notification of this number into the target's inbox. ``lost``: it may be lost."""
+        faults = self.fabric.faults
         looks_in_vain = faults.delay_notifications.get(number, 0)
         copies = 0 if lost and number in faults.drop_notifications else 1
         copies += copies and number in faults.duplicate_notifications

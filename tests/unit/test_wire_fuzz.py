@@ -17,13 +17,16 @@ from layerpush.core.wire import (
     QUIET_PREFIX,
     REGISTRATION_PREFIX,
     Accepted,
+    Acknowledged,
     Cancel,
     Cancelled,
     Completion,
     Decline,
     Fail,
     FirstToken,
+    HasLanded,
     Heartbeat,
+    Landed,
     Message,
     Part,
     PeerMessage,
@@ -119,6 +122,9 @@ SOUND: dict[str, Callable[[Any], bool]] = {
     "first_token": lambda value: type(value) is bool,
     "epoch": is_count,
     "attempt": is_count,
+    "numbers": lambda numbers: type(numbers) is tuple and 1 <= len(numbers) <= 4096 and all(map(is_count, numbers)),
+    "notification": lambda payload: type(payload) is bytes,
+    "acknowledges": lambda value: type(value) is bool,
     "computed": lambda texts: type(texts) is tuple and len(texts) <= 16 and all(map(is_clean, texts)),
     "number": is_count,
     "drained": lambda value: type(value) is bool,
@@ -203,6 +209,7 @@ registrations = st.builds(
     parameters=st.lists(st.tuples(names, names), max_size=3).map(tuple),
     contact=st.none() | st.binary(min_size=1, max_size=300),
     attempt=counts,
+    acknowledges=st.booleans(),
 )
 peer_messages = st.one_of(
     st.builds(Accepted, request_ids, st.booleans()),
@@ -213,6 +220,9 @@ peer_messages = st.one_of(
     st.builds(Queued, request_ids, st.lists(names, max_size=5).map(tuple)),
     st.builds(Unregister, request_ids, names, names, ports, sizes, counts),
     st.builds(Unregistered, request_ids, counts),
+    st.builds(Landed, counts, st.binary(max_size=300)),
+    st.builds(HasLanded, counts),
+    st.builds(Acknowledged, st.lists(counts, min_size=1, max_size=5).map(tuple)),
     st.builds(Decline, request_ids, names, st.none() | request_ids, st.none() | names),
     st.builds(Ping, names, counts),
     st.builds(Pong, counts),
@@ -349,11 +359,11 @@ def is_sound_as_sent(field: str, value: Any) -> bool:
     """For a value in a map, before reading: groups and parts are lists there, and a reason may hold any text."""
     if field == "reason":
         return type(value) is str and len(value) <= 4000
-    if field not in ("local_block_ids", "parts", "parameters", "other"):
+    if field not in ("local_block_ids", "parts", "parameters", "other", "computed", "numbers"):
         return SOUND[field](value)
     if type(value) is not list:
         return False
-    if field in ("parameters", "other"):
+    if field in ("parameters", "other", "computed", "numbers"):
         return SOUND[field](tuple(tuple(each) if type(each) is list else each for each in value))
     lists = [each for each in value if type(each) is list]
     if field == "parts":

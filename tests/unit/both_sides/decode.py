@@ -13,6 +13,7 @@ import numpy as np
 from layerpush.core.first_token import Missing
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.postponed_loads import PostponedLoads
+from layerpush.core.request_names import named_prompts
 from layerpush.core.wire import (
     PROTOCOL_VERSION,
     Accepted,
@@ -139,7 +140,7 @@ class DecodeEngine(Process):
 
     def _wait(self, waiting: Waiting, *, first: bool) -> None:
         self.queue.insert(0 if first else len(self.queue), waiting)
-        self.postponed.came(waiting.request_id, {waiting.prompt.base})
+        self.postponed.came(waiting.request_id, named_prompts([waiting.prompt.base], waiting.prompt.text))
 
     def schedule(self) -> None:
         """Give blocks to requests in the order of the queue."""

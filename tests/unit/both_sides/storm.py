@@ -36,7 +36,7 @@ def stormy(seed: int, packing: dict[str, Any] | None = None, *, ordered: bool = 
     policy = Policy(draw.choices(get_args(PushMode), (4, 3, 2, 1))[0], draw.choice([1, 2, 4]))
     ranks = draw.choice([1, 2])
     packs = Packing.drawn(draw, **packing or {})
-    blocks = draw.choice([(P_BLOCKS, D_BLOCKS), FULL])
+    blocks = draw.choice([*3 * [(P_BLOCKS, D_BLOCKS)], FULL])
     faults = Faults.endless(seed, **weather)
     return World(faults, seed, 1 if packing else ranks, policy, packs, blocks, ordered=ordered)
 
