@@ -82,7 +82,7 @@ class KvWatch:
 
     def _watch_decode(self, request_id: str, request: Any, *, scheduled: bool) -> None:
         if request.status.name == "WAITING_FOR_REMOTE_KVS":
-            if request_id not in self._registered:
+            if request_id not in self._registered and self._is_awaited(request_id):
                 blocks = self._scheduler.kv_cache_manager.get_blocks(request_id).get_unhashed_block_ids_all_groups()
                 self._registered[request_id] = {block for group in blocks for block in group}
                 self._poison([[block for block in group if block != NULL_BLOCK] for group in blocks])
@@ -94,6 +94,13 @@ class KvWatch:
                 not isinstance(layer.cache, torch.Tensor) for layer in self._layers
             )
             self.digests[request_id] = self._digest(tokens, tables, registered)
+
+    def _is_awaited(self, request_id: str) -> bool:
+        """Whether a push is awaited: another connector may load the prompt."""
+        connector = self._scheduler.connector
+        sides = [getattr(each, "connector_scheduler", None) for each in getattr(connector, "_connectors", [connector])]
+        holds = [side.awaited.block_holds for side in sides if hasattr(side, "awaited")]
+        return not holds or any(request_id in each for each in holds)  # a stock engine has no such table
 
     def _poison(self, blocks: Tables) -> None:
         for layer in self._layers:
