@@ -12,13 +12,13 @@ setup: ## make the pinned CPU environment in .venv (the other targets do it them
 demo: ## watch vLLM push KV layer by layer between two engines on this machine, no GPU needed (ARGS="--help" for options)
 	@scripts/demo $(ARGS)
 
-test: ## run check, then all tests that are not exhaustive: 17 minutes on two cores (ARGS="tests/unit -k config" chooses)
+test: ## run check, then all tests that are not exhaustive: half an hour on two cores (ARGS="tests/unit -k config" chooses)
 	@scripts/test $(ARGS)
 
 test-fast: ## only tests that start no engines, for while you work: 3 minutes on two cores
 	@scripts/test --fast $(ARGS)
 
-test-all: ## run check, then all tests: 37 minutes on two cores
+test-all: ## run check, then all tests: an hour on two cores
 	@scripts/test --all $(ARGS)
 
 check: ## ruff, mypy --strict, import contracts

@@ -325,7 +325,7 @@ class EngineGroup:
         _wait_gone(engines, self._stop_timeout_s)
         for engine in engines:
             engine.signal(signal.SIGKILL)
-        if not _wait_gone(engines, self._stop_timeout_s):
+        if not _wait_gone(engines, STOP_TIMEOUT_S):  # a busy machine takes its time
             left = {engine.name: engine.members() for engine in engines if engine.members()}
             raise RuntimeError(f"processes survived SIGKILL: {left}")
         self._engines = [engine for engine in self._engines if engine not in engines]

@@ -26,8 +26,8 @@ MAX_ANSWER_BYTES = 16 << 20
 """The longest answer that the proxy needs in one piece: P's, an error, a list of models."""
 HELD_BYTES = 1 << 20
 """D's answer in one piece is passed on as it comes from this size on."""
-POOL_IDLE_S = 4.0
-"""Less than the 5 s after which vLLM's server closes an idle connection."""
+POOL_IDLE_S = 2.0
+"""Well below the 5 s after which vLLM's server closes an idle connection: a busy machine adds to these seconds."""
 
 _LOCAL_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 """Errors of this machine, which has run out of a resource. They say nothing about the engine."""
