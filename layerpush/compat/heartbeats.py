@@ -17,7 +17,7 @@ class Heartbeats:
         self._announced = False
 
     def add(self, request_ids: Iterable[str]) -> bool:
-        """A heartbeat names requests. True if the main thread must be told to ``take`` them. Writer thread."""
+        """A heartbeat names requests. True if the caller is to have the main thread ``take`` them. Writer thread."""
         for request_id in request_ids:
             if len(self._named) < KEPT:
                 self._named[request_id] = None

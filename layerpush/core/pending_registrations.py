@@ -18,7 +18,7 @@ Key = tuple[str, str]
 class PendingRegistrations:
     """Bounded in number, bytes and time: a registration is forgotten if its request does not come in ``kept_s`` s.
 
-    ``names`` says whether a registration may mean a request. Of several that may, ``take`` prefers the newest: a
+    ``names`` decides whether a registration may mean a request. Of several that may, ``take`` prefers the newest: a
     router that tries again leaves older ones behind. ``take`` drops the older ones of stock decode engines, because
     these engines never cancel them.
     """
