@@ -19,6 +19,7 @@ def test_the_last_time_of_a_key_counts() -> None:
     deadlines = Deadlines()
     for at in (1.0, 5.0, 5.0):
         deadlines.set("later", at)
+    assert len(deadlines._soonest) == 2, "the same time again needs no place"
     for at in (9.0, 1.0):
         deadlines.set("sooner", at)
     deadlines.set("never", 1.0)
