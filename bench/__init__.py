@@ -4,9 +4,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench/results"
 """The committed results, which the documentation shows. Commands write here only if an option says so."""
-OUTPUT = Path(__file__).parents[1] / "build" / "bench"
+OUTPUT = ROOT / "build" / "bench"
 """The folder that commands write into by default; git ignores it."""
 
 

@@ -21,7 +21,7 @@ from bench.contention import Contention, Rival
 from bench.kernelpage import DIRECTIONS, OURS
 from bench.pair.unfinished import Unfinished
 from bench.plot.canvas import figure
-from layerpush.apps.demo.provenance import provenance
+from bench.provenance import provenance
 from layerpush_kernels import FULL_DEVICE_PROGRAMS, gather_blocks, scatter_blocks
 from layerpush_kernels.reference import gather_reference, scatter_reference
 

@@ -21,8 +21,8 @@ from rich.console import Console
 from bench import write
 from bench.bootstrap import Difference, Ratio, difference_of_medians, ratio_of_medians
 from bench.markdown import Result, conditions, number_table, with_interval
-from layerpush.apps.demo.ports import PortAllocator
-from layerpush.apps.demo.provenance import provenance
+from bench.provenance import provenance
+from bench.servers.ports import PortAllocator
 
 STUB = "bench.stubengine"
 ANSWER_TOKENS = 32

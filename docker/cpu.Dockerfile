@@ -6,7 +6,7 @@ FROM python:3.11-slim@${DIGEST}
 # The image's Debian release decides the versions.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 && rm -rf /var/lib/apt/lists/*
-ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu LAYERPUSH_CALM=1
+ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 COPY requirements/torch.lock requirements/cpu.lock /src/
 RUN python -m pip install --no-cache-dir --no-deps --requirement /src/torch.lock && \
     python -m pip install --no-cache-dir --no-deps --require-hashes --requirement /src/cpu.lock

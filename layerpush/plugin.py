@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from layerpush.compat import busy_wait
 from layerpush.compat.admission import AdmissionHook
 from layerpush.compat.early_answer import EarlyAnswers
 from layerpush.compat.early_revocation import EarlyRevocation
@@ -24,7 +23,7 @@ def register() -> None:
 
     Other patches of vLLM: P's front end may answer early (`early_answer`), and reports each request to the other
     data-parallel ranks (`other_ranks`). V2 model runners report preemptions to the connector before they use the blocks
-    (`early_revocation`). Busy waits are patched if LAYERPUSH_CALM asks.
+    (`early_revocation`).
 
     Idempotent and lazy: the connector and NIXL are imported when vLLM creates a connector of that name, and the front
     end is patched when vLLM imports it.
@@ -34,11 +33,8 @@ def register() -> None:
 
     Raises:
         ConnectorNameError: the name belongs to a class that is not layerpush's.
-        layerpush.core.config.ConfigError: LAYERPUSH_CALM is neither a yes nor a no.
     """
     global _registered
-    if busy_wait.wanted():
-        busy_wait.apply()
     if _registered:
         return
 

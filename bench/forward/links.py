@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 
 from bench.pair.wires import CUDA_IPC, SHM, TCP, Seat, Wire
-from layerpush.apps.demo.engines import Place
-from layerpush.apps.demo.interrupts import Interrupts
-from layerpush.apps.demo.link import check_emulation
-from layerpush.apps.demo.workspace import places_of
+from bench.servers.engines import Place
+from bench.servers.interrupts import Interrupts
+from bench.servers.link import check_emulation
+from bench.servers.workspace import places_of
 
 LOOPBACK = Wire("loopback", TCP.seats)
 REAL = {wire.name: wire for wire in (SHM, LOOPBACK, CUDA_IPC)}

@@ -15,8 +15,8 @@ import typer
 from bench.gpu.host import ROOT, HostError, check_compiler, environment, gpu_mib, missing_modules
 from bench.gpu.parts import PARTS, Room, Step, TooSmallError, steps_of
 from bench.gpu.running import Ending, Ran, Runner
-from layerpush.apps.demo.interrupts import Interrupted, Interrupts
-from layerpush.apps.demo.provenance import provenance
+from bench.provenance import provenance
+from bench.servers.interrupts import Interrupted, Interrupts
 
 ALL = "all"
 RECORD = "gpu-bench.json"

@@ -11,11 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import layerpush
+from bench import ROOT
 from bench.gpu.parts import NEEDED_MODULES
+from bench.machine import machine
 from bench.pair.wires import ALLOCATOR_VARIABLES
-from layerpush.apps.demo.machine import machine
 
-ROOT = Path(__file__).parents[2]
 GROUP, PLUGIN = "vllm.general_plugins", "layerpush"
 
 

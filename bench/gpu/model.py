@@ -14,7 +14,7 @@ import torch
 import typer
 
 from bench.serve.tokenizer import write_tokenizer
-from layerpush.apps.demo.model import ModelShape, write_once
+from bench.servers.model import ModelShape, write_once
 
 LLAMA_8B = ModelShape(
     layers=32,

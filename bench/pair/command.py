@@ -17,8 +17,8 @@ from bench import OUTPUT, write
 from bench.pair.lists import names
 from bench.pair.settings import Settings
 from bench.pair.tables import PATTERNS
-from layerpush.apps.demo.link import LinkError
-from layerpush.apps.demo.provenance import provenance
+from bench.provenance import provenance
+from bench.servers.link import LinkError
 
 PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
 """Packages whose versions a result has."""

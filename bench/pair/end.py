@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.calm import delay_progress_thread
 from bench.pair.settings import POISON, Settings
-from layerpush.compat.busy_wait import delay_progress_thread
 from layerpush.core.layout import CacheLayout, LayerSlots, Region
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport

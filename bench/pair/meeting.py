@@ -13,7 +13,7 @@ from bench.pair.end import Cache, End, by_rank, settle, strays
 from bench.pair.orders import CheckRest, Introduction, UseCache, WrongBytesError
 from bench.pair.settings import POISON, Settings
 from bench.pair.unpacking import Unpacking
-from layerpush.apps.demo.ucx import of_this_process
+from bench.ucx import of_this_process
 from layerpush.core.wire import Unpack, read
 
 NOTIFICATION_POLL_S = 1e-3

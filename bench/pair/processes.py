@@ -12,11 +12,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bench import ROOT
 from bench.pair.orders import WrongBytesError
 from bench.pair.settings import Settings
 from bench.pair.wires import ALLOCATOR_VARIABLES, Seat, Wire
 
-ROOT = Path(__file__).parents[2]
 WATCH_S = 0.2
 STOP_TIMEOUT_S = 5.0
 LOG_LINES = 15

@@ -19,8 +19,8 @@ from bench.pair.processes import Pair, PairError
 from bench.pair.settings import Settings
 from bench.pair.unfinished import Unfinished
 from bench.pair.wires import Wire
-from layerpush.apps.demo.interrupts import Interrupted, Interrupts
-from layerpush.apps.demo.link import LinkError
+from bench.servers.interrupts import Interrupted, Interrupts
+from bench.servers.link import LinkError
 
 
 class Weighted(Protocol):

@@ -52,8 +52,8 @@ def main(
 
     - `python -m bench.push` and `python -m bench.kernel`: the pictures that these write beside their JSON.
 
-    - A folder of traces, such as `DIR/trace` after `layerpush demo --keep-logs DIR`: the timeline of a typical push of
-      each mode, side by side, as `timeline.png`. With `--request`: all work of P and D for one request.
+    - A folder of traces, such as `DIR/trace` after `make demo ARGS="--keep-logs DIR"`: the timeline of a typical push
+      of each mode, side by side, as `timeline.png`. With `--request`: all work of P and D for one request.
 
     Exit status: 0, or 2 if something cannot be drawn.
 

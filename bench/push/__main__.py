@@ -24,7 +24,7 @@ from bench.push.page import tables
 from bench.push.plot import plot
 from bench.push.points import COUNTS, QUICK_COUNTS, QUICK_SIZES, SIZES, points
 from bench.push.report import line, misses, model
-from layerpush.apps.demo.interrupts import Interrupts
+from bench.servers.interrupts import Interrupts
 
 LINKS: dict[str, dict[str, Wire]] = {"cpu": {"shm": SHM, "tcp": TCP}, "cuda": {"cuda_ipc": CUDA_IPC}}
 """The links between two processes, by the device of their memory."""

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from bench import write
+from bench.provenance import provenance, unplaced
 from bench.serve.background import BackgroundError
 from bench.serve.driver import Driver, DriverError
 from bench.serve.lineup import DEFAULT_STEP_TOKENS, LAYERPUSH, Lineup, Model, connector_config, longest_prompt
@@ -23,13 +24,12 @@ from bench.serve.run import Run, WrongAnswersError
 from bench.serve.shapes import DEFAULT_SHAPE, SHAPES, ShapeName, folder
 from bench.serve.site import GivenSite, OwnSite, Site, SiteError, given
 from bench.serve.tokenizer import write_tokenizer
-from layerpush.apps.demo.display import Display
-from layerpush.apps.demo.engines import SERVED_NAME, EngineFailedError, Place
-from layerpush.apps.demo.interrupts import Interrupted, Interrupts
-from layerpush.apps.demo.link import LinkError
-from layerpush.apps.demo.model import ModelShape, write_model
-from layerpush.apps.demo.provenance import provenance, unplaced
-from layerpush.apps.demo.workspace import work_directory
+from bench.servers.display import Display
+from bench.servers.engines import SERVED_NAME, EngineFailedError, Place
+from bench.servers.interrupts import Interrupted, Interrupts
+from bench.servers.link import LinkError
+from bench.servers.model import ModelShape, write_model
+from bench.servers.workspace import work_directory
 
 WRONG, BROKEN = 1, 2
 LONGEST = "max"

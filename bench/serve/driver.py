@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bench import ROOT
 from bench.serve.plan import Call, Plan
 
-ROOT = Path(__file__).parents[2]
 CLIENT = "bench.serve.client"
 WATCH_S = 0.5
 STOP_TIMEOUT_S = 5.0

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.serve.background import TOKENS as BACKGROUND_TOKENS
-from bench.serve.plan import AGGREGATED, TOKEN
-from layerpush.apps.demo.cluster import (
+from bench.demo.cluster import (
     BLOCK_SIZE,
     FAULTY_CONNECTOR,
     FAULTY_MODULE,
     TOKENS_PER_STEP,
 )
-from layerpush.apps.demo.cluster import MODES as GRANULARITIES
-from layerpush.apps.demo.engines import LOOPBACK, EngineSpec, Place, Role
+from bench.demo.cluster import MODES as GRANULARITIES
+from bench.serve.background import TOKENS as BACKGROUND_TOKENS
+from bench.serve.plan import AGGREGATED, TOKEN
+from bench.servers.engines import LOOPBACK, EngineSpec, Place, Role
 from layerpush.core.config import CONNECTOR_NAME
 
 STOCK = {"pull": "NixlConnector", "push": "NixlPushConnector"}

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench.provenance import unplaced
 from bench.serve.background import background
 from bench.serve.driver import Driver, arguments
 from bench.serve.hand_overs import hand_overs
@@ -18,7 +19,6 @@ from bench.serve.report import Lines
 from bench.serve.results import Wrong, by_cell
 from bench.serve.scrape import BYTES, DESCRIPTORS, FIRST_TOKENS, PREFILL, TRANSFER, Meter, Tally, thread_cpu_s
 from bench.serve.site import Site, Target, Targets
-from layerpush.apps.demo.provenance import unplaced
 from layerpush.apps.tracing.figures import TraceError
 from layerpush.worker.thread_name import WRITER
 

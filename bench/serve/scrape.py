@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from layerpush.apps.demo.engines import no_proxy
+from bench.servers.engines import no_proxy
 
 PREFILL = "vllm:request_prefill_time_seconds"
 TRANSFER = "vllm:nixl_xfer_time_seconds"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from layerpush.apps.demo.cluster import DEMO_SHAPE
-from layerpush.apps.demo.model import ModelShape
-from layerpush.apps.demo.workspace import model_cache
+from bench.demo.cluster import DEMO_SHAPE
+from bench.servers.model import ModelShape
+from bench.servers.workspace import model_cache
 
 ShapeName = Literal["demo", "long"]
 DEFAULT_SHAPE, LONG = get_args(ShapeName)
@@ -17,7 +17,7 @@ LONG_SHAPE = ModelShape(
 )
 """Little computation for each byte of KV, with as many query heads as KV heads: 32k tokens on one core in seconds."""
 SHAPES: Mapping[str, ModelShape] = {DEFAULT_SHAPE: DEMO_SHAPE, LONG: LONG_SHAPE}
-USES = {DEFAULT_SHAPE: "that of layerpush demo", LONG: "for prompts of 4k to 64k tokens"}
+USES = {DEFAULT_SHAPE: "that of make demo", LONG: "for prompts of 4k to 64k tokens"}
 
 
 def described(name: str) -> str:

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 from bench.serve.lineup import Lineup, dispatch_of
 from bench.serve.plan import AGGREGATED, LOOPBACK, MODES, Setup
 from bench.serve.turns import Turns
-from layerpush.apps.demo.display import Display
-from layerpush.apps.demo.engines import Engine, EngineGroup, Place, no_proxy
-from layerpush.apps.demo.interrupts import Interrupts
-from layerpush.apps.demo.workspace import places_of
+from bench.servers.display import Display
+from bench.servers.engines import Engine, EngineGroup, Place, no_proxy
+from bench.servers.interrupts import Interrupts
+from bench.servers.workspace import places_of
 
 PARTS = ("prefill", "decode", "trace", "decode-trace")
 DISPATCH_PATIENCE_S = 60.0

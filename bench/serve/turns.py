@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 
-from layerpush.apps.demo.engines import Engine
+from bench.servers.engines import Engine
 
 
 class Turns:

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
@@ -31,7 +30,7 @@ app = typer.Typer(
         "Layer-wise KV push for vLLM's prefill/decode disaggregation. The prefill engine writes each layer's KV into "
         "the decode engine's memory while it computes the next layer.\n\n"
         "[bold]Is this machine ready?[/bold]  layerpush doctor\n\n"
-        "[bold]See it work without a GPU:[/bold]  layerpush demo\n\n"
+        "[bold]See it work without a GPU:[/bold]  make demo, in a checkout\n\n"
         "[bold]Use it:[/bold]  vllm serve MODEL --kv-transfer-config "
         '\'{"kv_connector": "LayerwisePushConnector", "kv_role": "kv_producer"}\'  '
         'for the prefill engine, "kv_consumer" for the decode engine; then\n\n'
@@ -60,63 +59,6 @@ def main(
 
 
 @app.command()
-def demo(
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", dir_okay=False, help="Also write all figures to FILE as JSON."),
-    ] = None,
-    plot: Annotated[
-        Path, typer.Option(metavar="FILE", dir_okay=False, help="File for the timeline picture (PNG).")
-    ] = Path("layerpush-demo.png"),
-    model_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            file_okay=False,
-            help="Folder of the random-weight model; built once. Default: a cache.",
-        ),
-    ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts for each mode.")] = 4,
-    prompt_tokens: Annotated[int, typer.Option(min=16, help="Length of each prompt, in tokens.")] = 2048,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            help="Emulate a link of this speed between the engines, for example 1gbit; needs root. Default: loopback.",
-        ),
-    ] = None,
-    keep_logs: Annotated[
-        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Keep the engines' logs and traces in DIR.")
-    ] = None,
-) -> None:
-    """Push KV layer by layer from a real vLLM prefill engine to a real decode engine, over real NIXL, on the CPU.
-
-    The demo pushes the same prompts four ways (auto, by layer, by chunk, whole request). For each way it prints the
-    exposed time, which the transfer adds after prefill. It compares all tokens with those of one plain engine.
-
-    Example:  layerpush demo --prompts 2 --json demo.json --keep-logs logs
-
-    Exit status: 0 if every token is right, 1 if a token is wrong, 2 if the demo could not run. Ctrl-C stops the
-    engines and leaves nothing behind.
-    """
-    require("demo", "cpu")
-
-    from layerpush.apps.demo.command import run_demo
-
-    raise typer.Exit(
-        run_demo(
-            json_file=json_file,
-            plot=plot,
-            model_dir=model_dir,
-            prompts=prompts,
-            prompt_tokens=prompt_tokens,
-            link=link,
-            keep_logs=keep_logs,
-        )
-    )
-
-
-@app.command()
 def doctor(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON array, one object per check, instead of a table.")
@@ -125,8 +67,8 @@ def doctor(
     """Check this machine's installation and environment variables, with advice for each problem.
 
     Run it with the engine's Python and the engine's environment variables. It checks Python, vLLM and its version,
-    torch's companions, layerpush's plugin, NIXL and UCX (it creates an agent), transports, GPU or CPU, calm mode
-    (LAYERPUSH_CALM), and the side-channel port.
+    torch's companions, layerpush's plugin, NIXL and UCX (it creates an agent), transports, GPU or CPU, and
+    the side-channel port.
 
     Example:  VLLM_NIXL_SIDE_CHANNEL_PORT=5700 layerpush doctor
 

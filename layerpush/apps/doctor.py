@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from layerpush import plugin
-from layerpush.compat import busy_wait
-from layerpush.core.config import CONNECTOR_NAME, ConfigError
+from layerpush.core.config import CONNECTOR_NAME
 
 PYTHON_VERSIONS = ((3, 11), (3, 14))  # from, up to but not including
 VLLM_VERSIONS = ((0, 32), (0, 34))
 NIXL_FROM = (1, 5)
 EXTRAS = "pip install 'layerpush[cuda]' on a GPU machine, 'layerpush[cpu]' elsewhere"
-FEW_CORES = 8  # below this, P, D and their helper processes compete for cores
 PROBE_TIMEOUT_S = 60
 
 # Runs in a process of its own, as the check of torch's companions does: a bad UCX setting may hang or kill it.
@@ -130,7 +128,7 @@ def check_plugin() -> Result:
         return _fail(f"VLLM_PLUGINS={allowed} excludes layerpush", "add layerpush to it, or unset it")
     try:
         plugin.register()
-    except (plugin.ConnectorNameError, ConfigError) as error:
+    except plugin.ConnectorNameError as error:
         return _fail(str(error), "every vLLM process stops with this message")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -202,28 +200,6 @@ def check_device() -> Result:
     return _ok(found)
 
 
-def check_calm() -> Result:
-    try:
-        wanted = busy_wait.wanted()
-    except ConfigError as error:
-        return _fail(str(error), "every vLLM process stops with this message")
-    found = f"{busy_wait.VARIABLE} is {'on' if wanted else 'off'}"
-    if _has_gpu():
-        if not wanted:
-            return _ok(found)
-        return _warn(
-            found,
-            f"unset {busy_wait.VARIABLE}: it is for CPU machines and delays every transfer by up to a millisecond",
-        )
-    if not wanted and _cores() < FEW_CORES:
-        return _warn(
-            f"{found}, and {_cores()} cores are few",
-            f"export {busy_wait.VARIABLE}=1 for every vLLM process: busy loops of NIXL and vLLM can stall requests for "
-            "minutes here",
-        )
-    return _ok(found)
-
-
 def check_port() -> Result:
     """The side channel, from which D fetches P's metadata. Each engine of a machine needs its own port."""
     host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
@@ -253,7 +229,6 @@ CHECKS: dict[str, Callable[[], Result]] = {
     "NIXL": check_nixl,
     "transports": check_transports,
     "device": check_device,
-    "calm mode": check_calm,
     "side-channel port": check_port,
 }
 

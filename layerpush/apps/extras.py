@@ -7,10 +7,9 @@ from typing import Literal, TypeAlias
 
 import typer
 
-Extra: TypeAlias = Literal["cpu", "proxy", "plot"]
+Extra: TypeAlias = Literal["proxy", "plot"]
 
 MODULES: dict[Extra, tuple[str, ...]] = {
-    "cpu": ("aiohttp", "matplotlib", "nixl", "safetensors", "torch", "triton", "vllm", "zmq"),
     "proxy": ("aiohttp", "fastapi", "httptools", "prometheus_client", "starlette", "uvicorn"),
     "plot": ("matplotlib",),
 }

@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPu
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 from vllm.platforms import current_platform
 
-from layerpush.compat import busy_wait, engine_wake
 from layerpush.compat.affinity import Affinity
 from layerpush.compat.facts import ends_with_flush, split_at
 from layerpush.compat.handshake import signed
@@ -436,16 +435,9 @@ class VllmPushWorker(NixlPushConnectorWorker):
     def loaded(self, completions: list[bytes]) -> None:
         for completion in completions:
             self.pass_on(completion)
-        self._wake_engine()
 
     def failed(self, request_id: str) -> None:
         self._failed_recv_reqs.put(request_id)
-        self._wake_engine()
-
-    def _wake_engine(self) -> None:
-        """Wake the engine if it rests: its next step reports the load that is over."""
-        if busy_wait.applied():
-            engine_wake.wake(self.engine_id)
 
     def heartbeat(self, message: Heartbeat) -> None:
         """Hand the requests of a heartbeat to vLLM's main thread."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from layerpush.apps.demo.ports import PortAllocator
+from bench import calm
+from bench.servers.ports import PortAllocator
 from tests.support.ports import CONNECTOR_PORTS
 
 ENVIRONMENT = {
@@ -26,7 +27,7 @@ PORTS = PortAllocator(CONNECTOR_PORTS)
 
 @pytest.fixture(scope="package")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from layerpush.apps.demo.model import ModelShape, write_model
+    from bench.servers.model import ModelShape, write_model
     from tests.connector.engine import HEAD_SIZE, HEADS, LAYERS
 
     shape = ModelShape(
@@ -44,9 +45,10 @@ def world(model: Path) -> Iterator[None]:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    from layerpush.plugin import register
+    from layerpush import plugin
 
-    register()
+    calm.register()
+    plugin.register()
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{PORTS.take()}", 0, "gloo")
         parallel_state.initialize_model_parallel(backend="gloo")

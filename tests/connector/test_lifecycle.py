@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
-from layerpush.compat import engine_wake
+from bench import calm
 from layerpush.core.push_protocol import State
 from layerpush.core.step_plan import StepPlan
 from layerpush.transport import cuda
@@ -67,7 +67,7 @@ def ends_well(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKEN
 def test_the_end_of_a_load_wakes_a_resting_engine(engine: Build, outcome: str) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
     woken = threading.Event()
-    engine_wake.listen(d.engine_id, woken.set)
+    calm.listen(d.engine_id, woken.set)
     asks_first(p, d)
     assert not woken.is_set()
     p.prefill("r-1", TOKENS)

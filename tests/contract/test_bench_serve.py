@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.demo.cluster import DEMO_SHAPE
+from bench.provenance import unplaced
 from bench.serve.tokenizer import write_tokenizer
-from layerpush.apps.demo.cluster import DEMO_SHAPE
-from layerpush.apps.demo.ports import PortAllocator
-from layerpush.apps.demo.provenance import unplaced
+from bench.servers.ports import PortAllocator
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]

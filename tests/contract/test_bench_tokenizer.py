@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.demo.cluster import DEMO_SHAPE
 from bench.serve.tokenizer import write_tokenizer
-from layerpush.apps.demo.cluster import DEMO_SHAPE
 
 VOCABULARY = 2048
 

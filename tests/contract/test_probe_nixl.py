@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers.ports import PortAllocator
 from layerpush.core.liveness import Verdict
 from layerpush.worker.side_channel_probe import probe
 from tests.contract.sidechannel import agent, handshake, listener

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from layerpush.apps.demo.engines import Engine
+from bench.servers.engines import Engine
 from tests.e2e.proxyrig import MODEL
 
 PAGE = Path(__file__).parents[2] / "docs/kv-transfer-params.md"

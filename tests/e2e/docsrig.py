@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from layerpush.apps.demo.ports import PortAllocator
+from bench import ROOT, calm
+from bench.servers.ports import PortAllocator
 from tests.docblocks import Block, command_blocks
 from tests.e2e.forkedservers import server_command
 from tests.e2e.proxyrig import get, until
@@ -117,7 +118,7 @@ class Machine:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
         return inherited | {
             "PATH": f"{programs}:{os.environ['PATH']}",
-            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "PYTHONPATH": f"{ROOT}:{calm.FOLDER}",
             "HF_HUB_OFFLINE": "1",
             "LAYERPUSH_CALM": "1",
             "OMP_NUM_THREADS": "1",

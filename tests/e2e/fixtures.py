@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers.ports import PortAllocator
 from tests.e2e import engines
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.fleet import FLEET, Fleet

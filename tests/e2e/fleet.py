@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 import pytest
 
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers.ports import PortAllocator
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.models import ModelShelf

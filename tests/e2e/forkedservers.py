@@ -6,8 +6,8 @@ import functools
 import tempfile
 from pathlib import Path
 
-from layerpush.apps.demo import forkserver
-from layerpush.apps.demo.engines import EngineSpec
+from bench.servers import forkserver
+from bench.servers.engines import EngineSpec
 from tests.e2e.enginehost import fork_server
 from tests.support import starts
 from tests.support.waiting import until

@@ -22,7 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from layerpush.apps.demo.forkserver import end_with_parent, fork_children
+from bench.servers.forkserver import end_with_parent, fork_children
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.kvwatch import KvWatch, watched_layers
 from tests.e2e.models import ADAPTER

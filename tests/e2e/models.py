@@ -4,7 +4,7 @@ import json
 import pathlib
 from typing import Any
 
-from layerpush.apps.demo.model import ModelShape, write_model
+from bench.servers.model import ModelShape, write_model
 from tests.e2e import zoo
 from tests.e2e.enginespec import ModelName
 

@@ -24,7 +24,7 @@ os.environ.update(ENVIRONMENT)
 
 import torch  # noqa: E402  # reads the environment
 
-from layerpush.apps.demo.forkserver import import_vllm  # noqa: E402
+from bench.servers.forkserver import import_vllm  # noqa: E402
 
 torch.set_num_threads(1)
 import_vllm()

@@ -18,7 +18,7 @@ import openai
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from layerpush.apps.demo.engines import (
+from bench.servers.engines import (
     LOOPBACK,
     SERVED_NAME,
     Engine,
@@ -28,9 +28,9 @@ from layerpush.apps.demo.engines import (
     Role,
     no_proxy,
 )
-from layerpush.apps.demo.interrupts import Interrupts
-from layerpush.apps.demo.model import ModelShape, write_model
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers.interrupts import Interrupts
+from bench.servers.model import ModelShape, write_model
+from bench.servers.ports import PortAllocator
 from layerpush.apps.tracing.figures import read_pushes
 from layerpush.telemetry.trace_records import PushRecord
 from tests.e2e.enginespec import LAYERWISE

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import aiohttp
 
-from layerpush.apps.demo.engines import Engine, EngineGroup
-from layerpush.apps.demo.interrupts import Interrupts
-from layerpush.apps.demo.load import complete_disaggregated, make_prompt
-from layerpush.apps.demo.model import write_model
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers.engines import Engine, EngineGroup
+from bench.servers.interrupts import Interrupts
+from bench.servers.load import complete_disaggregated, make_prompt
+from bench.servers.model import write_model
+from bench.servers.ports import PortAllocator
 from tests.e2e.forkedservers import ColdSpec
 from tests.e2e.proxyrig import MODEL, SHAPE, ask_and_leave, get, has_a_request, server_spec, until
 from tests.metrics_scrape import Scrape

@@ -13,10 +13,10 @@ from typing import Any
 import openai
 import pytest
 
-from layerpush.apps.demo.engines import Engine, EngineGroup, no_proxy
-from layerpush.apps.demo.interrupts import Interrupts
-from layerpush.apps.demo.model import write_model
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers.engines import Engine, EngineGroup, no_proxy
+from bench.servers.interrupts import Interrupts
+from bench.servers.model import write_model
+from bench.servers.ports import PortAllocator
 from tests.e2e.proxyrig import MODEL, SHAPE, client_of, server_spec, until
 from tests.e2e.servedrig import ServeSpec, scrape
 from tests.support.ports import DATA_PARALLEL_DECODE_PORTS, DATA_PARALLEL_PREFILL_PORTS

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers.ports import PortAllocator
 from tests.docblocks import ROOT, Block
 from tests.e2e.docsrig import Machine, Server, answer, block, loads
 from tests.e2e.proxyrig import get, model_with_tokenizer

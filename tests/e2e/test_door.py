@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import zmq
 
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers.ports import PortAllocator
 from tests.e2e import engines, probes
 from tests.e2e.enginehost import EngineHost, HostDied, Request
 from tests.e2e.enginespec import LAYERWISE, EngineSpec, transfer

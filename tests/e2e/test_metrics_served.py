@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from layerpush.apps.demo.engines import Engine
+from bench.servers.engines import Engine
 from layerpush.telemetry.metrics.catalog import CATALOG, PUSHES, Kind
 from tests.e2e.proxyrig import MODEL, SHAPE, until
 from tests.e2e.servedrig import Served, scrape, served, wait_for

@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 import yaml
 
-from layerpush.apps.demo.load import RequestFailedError, complete, make_prompt
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers.load import RequestFailedError, complete, make_prompt
+from bench.servers.ports import PortAllocator
 from layerpush.apps.files.command import RULE, text_of
 from layerpush.apps.proxy.identity import Identity
 from scripts.docgen import dashboard

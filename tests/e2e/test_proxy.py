@@ -19,7 +19,7 @@ from typing import Any
 import openai
 import pytest
 
-from layerpush.apps.demo.engines import Engine
+from bench.servers.engines import Engine
 from layerpush.apps.proxy.identity import TO_PREFILL, Identity
 from layerpush.apps.tracing.figures import read_pushes
 from layerpush.telemetry.metrics.catalog import FIRST_TOKENS

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.apps.demo.engines import LOOPBACK, EngineGroup, Place, no_proxy
-from layerpush.apps.demo.interrupts import Interrupts
-from layerpush.apps.demo.load import make_prompt
-from layerpush.apps.demo.model import write_model
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers.engines import LOOPBACK, EngineGroup, Place, no_proxy
+from bench.servers.interrupts import Interrupts
+from bench.servers.load import make_prompt
+from bench.servers.model import write_model
+from bench.servers.ports import PortAllocator
 from tests.e2e.collector import Collector, Span, collector
 from tests.e2e.forkedservers import ColdSpec
 from tests.e2e.proxyrig import DEADLINE_S, MODEL, SHAPE, proxy, server_spec, until

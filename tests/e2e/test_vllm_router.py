@@ -22,9 +22,9 @@ from typing import Any
 import openai
 import pytest
 
-from layerpush.apps.demo.engines import LOOPBACK, Engine, EngineGroup, no_proxy
-from layerpush.apps.demo.interrupts import Interrupts
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers.engines import LOOPBACK, Engine, EngineGroup, no_proxy
+from bench.servers.interrupts import Interrupts
+from bench.servers.ports import PortAllocator
 from layerpush.apps.tracing.figures import read_pushes
 from layerpush.telemetry.trace_records import PushRecord
 from tests.e2e.docsrig import block

@@ -35,7 +35,7 @@ from bench.gpu.parts import (
     steps_of,
 )
 from bench.gpu.running import Ending, Ran, Runner
-from layerpush.apps.demo.model import ModelShape
+from bench.servers.model import ModelShape
 from layerpush.telemetry.trace_records import ChunkRecord, PushRecord
 from tests.docblocks import Command
 from tests.docprograms import check

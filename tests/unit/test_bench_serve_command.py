@@ -11,7 +11,7 @@ from bench.serve.__main__ import app
 from bench.serve.command import Choices
 from bench.serve.plan import Load
 from bench.serve.shapes import LONG_SHAPE, described, folder
-from layerpush.apps.demo.workspace import model_cache
+from bench.servers.workspace import model_cache
 
 RUNNER = CliRunner(env={"COLUMNS": "300"})
 

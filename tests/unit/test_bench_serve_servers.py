@@ -30,7 +30,7 @@ from bench.serve.scrape import (
     thread_cpu_s,
 )
 from bench.serve.site import SiteError, check_dispatch, given
-from layerpush.apps.demo.engines import Place
+from bench.servers.engines import Place
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 from layerpush.worker.thread_name import name_this_thread
 from tests.unit.serve_rig import call

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bench.serve.turns import Turns
-from layerpush.apps.demo.engines import Engine, EngineSpec
+from bench.servers.engines import Engine, EngineSpec
 from tests.support.waiting import until
 
 

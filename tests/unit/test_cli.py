@@ -1,4 +1,4 @@
-"""The `layerpush` command: exit statuses, stdout, and the arguments of the demo."""
+"""The `layerpush` command: exit statuses and stdout."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from unittest.mock import create_autospec
 
 import pytest
 from typer.testing import CliRunner
 
 import layerpush
+from bench.servers.ports import PortAllocator
 from layerpush.apps import doctor
 from layerpush.apps.cli import app
-from layerpush.apps.demo import command as demo_command
-from layerpush.apps.demo.ports import PortAllocator
 from layerpush.apps.doctor import Finding, Verdict
 from tests.support.ports import DOCTOR_PORTS
 
@@ -37,8 +34,7 @@ def test_version() -> None:
     ("command", "taught"),
     [
         ([], "LayerwisePushConnector"),
-        (["demo"], "Ctrl-C"),
-        (["doctor"], "LAYERPUSH_CALM"),
+        (["doctor"], "side-channel port"),
         (["proxy"], "SIGTERM"),
     ],
 )
@@ -88,7 +84,7 @@ def test_doctor_passes_on_this_installation() -> None:
     """Checks this machine for real: no check fails; warnings are allowed."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "VLLM_"))}
     port = PortAllocator(DOCTOR_PORTS).take()
-    environment |= {"LAYERPUSH_CALM": "1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+    environment |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
     done = subprocess.run(
         [sys.executable, "-m", "layerpush", "doctor", "--json"],
         env=environment,
@@ -101,19 +97,3 @@ def test_doctor_passes_on_this_installation() -> None:
     assert [finding["check"] for finding in findings] == list(doctor.CHECKS)
     assert [finding for finding in findings if finding["verdict"] == "fail"] == []
     assert done.returncode == 0
-
-
-def test_demo_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run_demo = create_autospec(demo_command.run_demo, return_value=3)
-    monkeypatch.setattr(demo_command, "run_demo", run_demo)
-    line = f"demo --json {tmp_path}/a.json --prompts 2 --prompt-tokens 512 --link 1gbit --keep-logs {tmp_path}/logs"
-    assert runner.invoke(app, line.split()).exit_code == 3
-    run_demo.assert_called_once_with(
-        json_file=tmp_path / "a.json",
-        plot=Path("layerpush-demo.png"),
-        model_dir=None,
-        prompts=2,
-        prompt_tokens=512,
-        link="1gbit",
-        keep_logs=tmp_path / "logs",
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from layerpush.apps.demo.cluster import DEMO_SHAPE, Cluster
+from bench.demo.cluster import DEMO_SHAPE, Cluster
 
 
 def test_p_and_d_write_their_traces_below_one_directory(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from layerpush.apps.demo import forkclient, forkserver
-from layerpush.apps.demo.engines import EngineFailedError, EngineGroup, EngineSpec, Place
-from layerpush.apps.demo.interrupts import Interrupted, Interrupts
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers import forkclient, forkserver
+from bench.servers.engines import EngineFailedError, EngineGroup, EngineSpec, Place
+from bench.servers.interrupts import Interrupted, Interrupts
+from bench.servers.ports import PortAllocator
 from tests.support.ports import ALLOCATOR_PORTS
 from tests.support.processes import is_running
 from tests.support.waiting import until
@@ -113,8 +113,8 @@ def test_a_server_that_is_never_ready_is_reported(tmp_path: Path):
 RUN = """
 import signal, sys
 from pathlib import Path
-from layerpush.apps.demo.engines import EngineGroup
-from layerpush.apps.demo.interrupts import Interrupted, Interrupts
+from bench.servers.engines import EngineGroup
+from bench.servers.interrupts import Interrupted, Interrupts
 from tests.unit.test_demo_engines import script
 try:
     with Interrupts() as interrupts, EngineGroup(Path(sys.argv[1]), interrupts, stop_timeout_s=1) as group:

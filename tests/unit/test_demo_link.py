@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.forward.__main__ import app
-from layerpush.apps.demo import link as linking
-from layerpush.apps.demo.link import Link, LinkError
+from bench.servers import link as linking
+from bench.servers.link import Link, LinkError
 
 
 class Commands:

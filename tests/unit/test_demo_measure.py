@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from layerpush.apps.demo import measure
-from layerpush.apps.demo.load import Answer
-from layerpush.apps.demo.measure import examine, result_of
+from bench.demo import measure
+from bench.demo.measure import examine, result_of
+from bench.servers.load import Answer
 from layerpush.telemetry.trace_records import this_process
 from tests.unit.test_demo_figures import push_line
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from layerpush.apps.demo.model import ModelShape, write_model
+from bench.servers.model import ModelShape, write_model
 
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96, "vocabulary": 128}
 

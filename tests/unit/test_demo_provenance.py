@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.apps.demo import machine, ucx
-from layerpush.apps.demo.provenance import provenance, unplaced
+from bench import machine, ucx
+from bench.provenance import provenance, unplaced
 
 ROOT = Path(__file__).parents[2]
 Driver = Callable[[str], None]
@@ -81,7 +81,7 @@ def test_the_processor_is_recorded_by_name_or_architecture(tmp_path: Path) -> No
 
 def test_the_ucx_version_is_read_in_a_separate_process() -> None:
     """Loading UCX would change the measuring process."""
-    source = "from layerpush.apps.demo import ucx; print(ucx.version()); print(ucx._loaded())"
+    source = "from bench import ucx; print(ucx.version()); print(ucx._loaded())"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     said = subprocess.run(
         [sys.executable, "-c", source],

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from layerpush.apps.demo.load import Answer
-from layerpush.apps.demo.measure import Sample
-from layerpush.apps.demo.report import DemoReport
+from bench.demo.measure import Sample
+from bench.demo.report import DemoReport
+from bench.servers.load import Answer
 from layerpush.apps.tracing.figures import figures_of
 from layerpush.apps.tracing.hand_over import PARTS, HandOver
 from layerpush.apps.tracing.picture import draw_pushes

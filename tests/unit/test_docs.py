@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from layerpush.apps.tracing.breakdown import PARTS
-from layerpush.compat.busy_wait import VARIABLE, wanted
 from layerpush.core import wire
 from layerpush.core.config import UPSTREAM_KEYS, ConfigError, LayerPushConfig
 from layerpush.core.request_params import MAX_OUTER_ID_CHARS, ParamsError, check_params, check_request_id
@@ -165,7 +164,6 @@ def test_the_configuration_page_names_vllms_keys_and_our_variable() -> None:
     page = (ROOT / "docs/configuration.md").read_text()
     part = page.split("## vLLM's keys")[1].split("Other fields")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)) == UPSTREAM_KEYS
-    assert f"| `{VARIABLE}` |" in page
 
 
 BAD_SETTINGS: tuple[dict[str, object], ...] = (
@@ -208,7 +206,7 @@ def messages_below(heading: str) -> list[str]:
 
 def test_the_configuration_page_has_the_messages_of_bad_settings() -> None:
     said = [refusal(partial(LayerPushConfig.from_extra_config, extra)) for extra in BAD_SETTINGS]
-    assert messages_below("When a value is bad") == [*said, refusal(partial(wanted, {VARIABLE: "maybe"}))]
+    assert messages_below("When a value is bad") == said
 
 
 def test_the_configuration_page_has_the_messages_of_bad_requests() -> None:

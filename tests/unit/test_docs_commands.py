@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from bench import OUTPUT, RESULTS
-from layerpush.compat.busy_wait import VARIABLE
+from bench.calm import VARIABLE
 from tests.docblocks import PAGES as ALL_PAGES
 from tests.docblocks import ROOT, Block, blocks, command_blocks, commands, needs_lines
 from tests.docprograms import UCX, IncompleteCommandError, WrongCommandError, check, check_transfer_config
@@ -57,7 +57,7 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     (PROXY, "curl http://127.0.0.1:8000/v1/chat/completions"): (README_RUN,),
     (QUICKSTART, "make demo"): (f"{E2E}::test_the_demo", CI),
     (QUICKSTART, "curl http://127.0.0.1:8000/v1/completions"): (README_RUN, BY_HAND, DEPLOYED),
-    (QUICKSTART, "export LAYERPUSH_CALM=1 OMP_NUM_THREADS=1"): (BY_HAND,),
+    (QUICKSTART, "export LAYERPUSH_CALM=1 PYTHONPATH"): (BY_HAND,),
     (QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5600 python"): (BY_HAND,),
     (QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 python"): (BY_HAND,),
     (QUICKSTART, "layerpush proxy --prefill http://127.0.0.1:8100"): (BY_HAND,),
@@ -194,7 +194,7 @@ def commands_of_benchmarks(text: str) -> set[tuple[str, ...]]:
     """The commands of a page, as in the JSON files of their results."""
     said = [command.words for block in text.split("```bash\n")[1:] for command in commands(block.split("```")[0])]
     benchmarks = {measured(words[2:]) for words in said if words[:2] == ("python", "-m")}
-    return benchmarks | {measured((".venv/bin/layerpush", "demo")) for words in said if words == ("make", "demo")}
+    return benchmarks | {("bench.demo",) for words in said if words == ("make", "demo")}
 
 
 def results_without_command(text: str) -> list[str]:
@@ -257,7 +257,7 @@ def test_commands_write_into_a_folder_that_git_ignores() -> None:
         ("scripts/pages demo", "demo"),
         ("docker run layerpush", "nothing is known"),
         ("python -m layerpush.nothing", "nothing is known"),
-        ('a=1 layerpush demo --prompts "$(layerpush nothing)"', "integer|no such command"),
+        ('a=1 layerpush metrics --port "$(layerpush nothing)"', "integer|no such command"),
         ('curl http://d -d \'{"kv_transfer_params": {"do_remote_prefill": true}}\'', "remote_engine_id"),
         ("curl http://d -d '{'", "curl -d"),
         ("python -m pytest tests/unit/test_nothing.py", "no such file"),

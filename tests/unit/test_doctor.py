@@ -22,7 +22,7 @@ UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("LAYERPUSH_CALM", "VLLM_PLUGINS", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
+    names = ("VLLM_PLUGINS", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
     for name in (*names, *UCX_VARIABLES):
         monkeypatch.delenv(name, raising=False)
 
@@ -183,28 +183,6 @@ def test_device(gpu: bool, build: str, verdict: Verdict, advice: str, monkeypatc
     platforms = types.SimpleNamespace(current_platform=types.SimpleNamespace(device_type=build))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     expect(doctor.check_device(), verdict, "2 x Fast 9000" if gpu else "no CUDA device", advice)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "cores", "value", "verdict", "advice"),
-    [
-        (False, 2, None, WARN, "export LAYERPUSH_CALM=1"),
-        (False, 2, "0", WARN, "export LAYERPUSH_CALM=1"),
-        (False, 2, "1", OK, ""),
-        (False, 64, None, OK, ""),
-        (True, 2, None, OK, ""),
-        (True, 64, "1", WARN, "unset LAYERPUSH_CALM"),
-        (False, 2, "perhaps", FAIL, "every vLLM process stops"),
-    ],
-)
-def test_calm(
-    gpu: bool, cores: int, value: str | None, verdict: Verdict, advice: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "_has_gpu", lambda: gpu)
-    monkeypatch.setattr(doctor, "_cores", lambda: cores)
-    if value is not None:
-        monkeypatch.setenv("LAYERPUSH_CALM", value)
-    expect(doctor.check_calm(), verdict, "LAYERPUSH_CALM", advice)
 
 
 def test_port_free_then_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ SURFACE = {
     "": ("layerpush.apps.cli", *PURE, *modules_in("apps/tracing")),
     "proxy": ("layerpush.apps.metrics_port", *modules_in("apps/proxy")),
     "plot": ("matplotlib.pyplot", "layerpush.apps.tracing.picture"),
-    "cpu": ("layerpush.connector", "layerpush.apps.demo.command", "layerpush.apps.tracing.picture"),
+    "cpu": ("layerpush.connector", "layerpush_kernels"),
     "cuda": ("layerpush.connector", "layerpush_kernels"),
 }
 """Modules that an installation with the extra imports."""
@@ -162,18 +162,17 @@ def test_an_installed_archive_needs_only_the_packages_of_its_extra(
         ([command, "--version"], f"layerpush {layerpush.__version__}"),
         ([command, "proxy", "--help"], "SIGTERM"),
         ([command, "trace", "plot", "--help"], "X-Request-Id"),
-        ([command, "doctor", "--help"], "LAYERPUSH_CALM"),
+        ([command, "doctor", "--help"], "side-channel port"),
         ([command, "files", "kubernetes/config.yaml"], "ConfigMap"),
     ):
         done = run(*words)
         assert done.returncode == 0, done.stderr
         assert said in done.stdout
         assert said or not done.stdout.strip()
-    for words, missing in ((proxy, "proxy"), ([command, "demo"], "cpu")):
-        if missing != extra:
-            done = run(*words)
-            assert done.returncode == 2
-            assert done.stderr.endswith(f"pip install 'layerpush[{missing}]'\n")
+    if extra != "proxy":
+        done = run(*proxy)
+        assert done.returncode == 2
+        assert done.stderr.endswith("pip install 'layerpush[proxy]'\n")
     done = run(command, "doctor", "--json")
     assert done.returncode == 1
     (vllm,) = (finding for finding in json.loads(done.stdout) if finding["check"] == "vLLM")
@@ -337,14 +336,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     "": ("layerpush.apps.extras", *PURE),
     "plot": ("layerpush.apps.tracing.command",),
     "proxy": ("layerpush.apps.metrics_port", "layerpush.apps.proxy.command"),
-    "cpu": (
-        "layerpush.apps.demo.command",
-        "layerpush.apps.demo.faulty",
-        "layerpush.apps.demo.forkclient",
-        "layerpush.apps.doctor",
-        "layerpush.nixl",
-        "layerpush.plugin",
-    ),
+    "cpu": ("layerpush.apps.doctor", "layerpush.nixl", "layerpush.plugin"),
     "cuda": ("layerpush.apps.doctor", "layerpush.nixl", "layerpush.plugin"),
 }
 """By extra, the modules that a command or an engine imports first, or finds by name."""
@@ -376,11 +368,11 @@ def test_the_entries_reach_every_module() -> None:
 
 
 def test_each_command_is_an_entry_of_its_extra() -> None:
-    """``require("demo", "cpu")`` in the source, and an import of its module in the table above."""
+    """``require("proxy", "proxy")`` in the source, and an import of its module in the table above."""
     sources = "".join(file.read_text() for file in (ROOT / "layerpush/apps").rglob("*.py"))
     named = re.findall(r'\brequire\("(\w+)", "(\w+)"\)', sources)
-    of = {"demo": "demo.command", "metrics": "metrics_port", "proxy": "proxy.command"}
-    assert sorted(named) == [("demo", "cpu"), ("metrics", "proxy"), ("proxy", "proxy")]
+    of = {"metrics": "metrics_port", "proxy": "proxy.command"}
+    assert sorted(named) == [("metrics", "proxy"), ("proxy", "proxy")]
     for command, extra in named:
         assert f"layerpush.apps.{of[command]}" in ENTRIES[extra]
 

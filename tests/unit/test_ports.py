@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from layerpush.apps.demo.ports import DEMO_PORTS
+from bench.servers.ports import DEMO_PORTS
 from tests.support import ports
 
 RANGES = {name: value for name, value in vars(ports).items() if isinstance(value, range)}

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers.ports import PortAllocator
 from layerpush.compat.handshake import MAX_ANSWER_BYTES, signed
 from layerpush.core.liveness import Verdict
 from layerpush.transport import zmtp

@@ -19,7 +19,7 @@ import zmq
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers.ports import PortAllocator
 from layerpush.compat.nixl_connector import GET_META_MSG
 from layerpush.transport import zmtp
 from layerpush.worker import side_channel

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import OUTPUT
-from layerpush.apps.demo.ports import PortAllocator
+from bench.servers.ports import PortAllocator
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.models import ModelShelf
 from tests.faults.soak.display import Display

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from layerpush.apps.demo.provenance import provenance
+from bench.provenance import provenance
 from tests.faults.soak.engine import Memory
 from tests.faults.soak.report import as_json, faults_table, memory_table, requests_table, turns_table, verdict
 from tests.faults.soak.settings import Settings

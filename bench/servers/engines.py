@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from layerpush.apps.demo.forkserver import ForkServer, ForkServerError
-from layerpush.apps.demo.interrupts import Interrupts
-from layerpush.apps.demo.ports import PortAllocator
+from bench import ROOT, calm
+from bench.servers.forkserver import ForkServer, ForkServerError
+from bench.servers.interrupts import Interrupts
+from bench.servers.ports import PortAllocator
 
 Role = Literal["plain", "prefill", "decode"]
 KV_ROLES: Mapping[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -112,12 +113,14 @@ class EngineSpec:
         return [*self.place.command_prefix, *self.server, *pairs, *switches, *self.options]
 
     def environment(self, side_channel_port: int) -> dict[str, str]:
-        """The server's environment: one CPU thread for each process, UCX over TCP, no downloads."""
+        """The server's environment: calm mode, one CPU thread for each process, UCX over TCP, no downloads."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "UCX_"))}
+        paths = (str(ROOT), str(calm.FOLDER), os.environ.get("PYTHONPATH", ""))
         return inherited | {
             "HF_HUB_OFFLINE": "1",
             "LAYERPUSH_CALM": "1",
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTHONUNBUFFERED": "1",
             "UCX_NET_DEVICES": self.place.device,
             "UCX_TLS": "tcp,self",

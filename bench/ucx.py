@@ -15,7 +15,7 @@ NIXL_PACKAGES = ("nixl-cu13", "nixl-cu12", "nixl-rocm", "nixl")
 """Packages that may contain the library."""
 ASK_TIMEOUT_S = 30.0
 # In a process of its own: UCX installs signal handlers and memory hooks when it is loaded.
-_ASK = "import sys; from layerpush.apps.demo.ucx import version_of; print(version_of(sys.argv[1]) or '')"
+_ASK = "import sys; from bench.ucx import version_of; print(version_of(sys.argv[1]) or '')"
 
 
 def version() -> str | None:

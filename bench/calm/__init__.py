@@ -1,4 +1,8 @@
-"""Patches busy waits of NIXL and vLLM that make a small CPU machine slow. Applied only if LAYERPUSH_CALM asks.
+"""Calm mode: patches busy waits of NIXL and vLLM that make a small CPU machine slow. A plugin of vLLM.
+
+vLLM loads it in every process whose PYTHONPATH has the checkout and this folder. It does something only if
+LAYERPUSH_CALM is set, and not to 0. It is for the demo, benchmarks and tests on machines with few cores, and no part of
+layerpush's wheel.
 
 * NIXL's Python API starts its progress thread with a delay of 0: polling takes one core per agent.
 * vLLM's processes wait for each other in `os.sched_yield()`: with more processes than cores they starve the one that
@@ -6,26 +10,37 @@
 * While requests wait for KV, vLLM's engine takes an empty step every millisecond or so: D uses a core while P computes.
 
 The patches cost a little latency, up to 1 ms per transfer and 50 us to 1 ms per step. A machine with plenty of cores
-does better without them, so they have a switch. D's engine rests no longer than until its KV arrives: a worker wakes it
-(`engine_wake`), and it takes the step after the report of the KV without a rest.
+does better without them. D's engine rests no longer than until its KV arrives: layerpush's worker wakes it, and it
+takes the step after the report of the KV without a rest.
+
+The engine's core has a Unix datagram socket in Linux's abstract namespace. Its name is a hash of the engine id, which
+the core and its workers know. A message is empty: it means that a worker has something to report in the next step. If
+the message is lost, the engine rests for the whole time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import logging
 import os
 import queue
+import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from layerpush.compat.engine_wake import listen
 from layerpush.compat.import_hook import ImportHook
-from layerpush.core.config import ConfigError
 
+FOLDER = Path(__file__).parent
+"""vLLM finds the plugin here: the folder must be in PYTHONPATH."""
 VARIABLE = "LAYERPUSH_CALM"
+THREAD_NAME = "layerpush-wake"
 PROGRESS_DELAY_US = 1000
 YIELD_SECONDS, LONGEST_YIELD_SECONDS = 50e-6, 1e-3
 YIELD_SHARE = 0.05
@@ -34,29 +49,21 @@ NEW_WAIT_SECONDS = 1e-3
 """A thread that has not slept for this long begins a new wait."""
 EMPTY_STEP_SECONDS = 10e-3
 
-_YES = frozenset({"1", "true", "yes", "on"})
-_NO = frozenset({"", "0", "false", "no", "off"})
 # The package `nixl` picks one of these packages and re-exports its modules.
 _NIXL_APIS = frozenset({"nixl_cu12._api", "nixl_cu13._api", "nixl_rocm._api"})
 
 _applied = False
 
 
-def wanted(environ: dict[str, str] | os._Environ[str] = os.environ) -> bool:
-    """Whether LAYERPUSH_CALM asks for the patches.
+def wanted() -> bool:
+    """Whether LAYERPUSH_CALM asks for the patches."""
+    return os.environ.get(VARIABLE, "").strip() not in ("", "0")
 
-    Raises:
-        ConfigError: the variable is neither a yes nor a no.
-    """
-    value = environ.get(VARIABLE, "")
-    word = value.strip().lower()
-    if word in _YES:
-        return True
-    if word in _NO:
-        return False
-    raise ConfigError(
-        f"environment variable {VARIABLE}={value!r}: must be one of 1, true, yes, on, or 0, false, no, off, empty"
-    )
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`: patch this process if LAYERPUSH_CALM asks."""
+    if wanted():
+        apply()
 
 
 def apply() -> None:
@@ -70,6 +77,7 @@ def apply() -> None:
     # Importing NIXL here would cost every process, and fix its UCX environment before vLLM has set it.
     _NixlHook().install()
     _EngineHook().install()
+    _WorkerHook().install()
     for name in _calm_vllm():
         logger.warning("%s: %s does not exist in this vLLM, so its busy loop stays as it is", VARIABLE, name)
     logger.info(
@@ -203,3 +211,61 @@ class _EngineHook(ImportHook):
 
     def patch(self, module: ModuleType) -> None:
         rest_after_empty_steps(module)
+
+
+def wake_engine_after_loads(push_worker: ModuleType) -> None:
+    """Make workers of ``push_worker`` (layerpush's module) wake their engine when a load is over."""
+    worker: Any = push_worker.VllmPushWorker
+    for name in ("loaded", "failed"):
+        setattr(worker, name, _then_wake(getattr(worker, name)))
+
+
+def _then_wake(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def report(self: Any, *arguments: Any) -> None:
+        plain(self, *arguments)
+        wake(self.engine_id)
+
+    return report
+
+
+class _WorkerHook(ImportHook):
+    names = frozenset({"layerpush.compat.push_worker"})
+
+    def patch(self, module: ModuleType) -> None:
+        wake_engine_after_loads(module)
+
+
+def _address(engine_id: str) -> str:
+    return f"\0layerpush-{hashlib.blake2b(engine_id.encode(), digest_size=16).hexdigest()}"
+
+
+def wake(engine_id: str) -> None:
+    """Wake this engine; if it does not rest now, it skips its next rest. Any thread of a worker.
+
+    Never blocks. Does nothing if no engine listens.
+    """
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as out:
+        out.sendto(b"", _address(engine_id))
+
+
+def listen(engine_id: str, on_wake: Callable[[], None]) -> None:
+    """Call ``on_wake`` for each message of a worker of this engine, on a thread that lives as long as the process.
+
+    If another engine of this host has the same id, that engine keeps the address, and this one logs a warning.
+    """
+    inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        inbox.bind(_address(engine_id))
+    except OSError as error:
+        inbox.close()
+        logger = logging.getLogger(f"vllm.{__name__}")
+        logger.warning("workers of engine %s cannot wake it, so it rests a little longer: %s", engine_id, error)
+        return
+
+    def run() -> None:
+        while True:
+            inbox.recv(1)
+            on_wake()
+
+    threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()

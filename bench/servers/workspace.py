@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from layerpush.apps.demo.engines import LOOPBACK, Place
-from layerpush.apps.demo.interrupts import Interrupts
-from layerpush.apps.demo.link import Link
+from bench.servers.engines import LOOPBACK, Place
+from bench.servers.interrupts import Interrupts
+from bench.servers.link import Link
 
 
 @contextlib.contextmanager

@@ -39,6 +39,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import calm
+
 CLIENT = Path(__file__).with_name("forkclient.py")
 MODULES = (
     "layerpush.connector",
@@ -68,8 +70,12 @@ def command(path: Path) -> list[str]:
 
 @functools.cache
 def import_vllm() -> dict[str, str]:
-    """Import all modules of a server, once. Returns the environment variables that the imports have set."""
+    """Import all modules of a server, once, in calm mode if LAYERPUSH_CALM asks.
+
+    Returns the environment variables that the imports have set.
+    """
     before = dict(os.environ)
+    calm.register()
     for module in MODULES:
         importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "forking a process with threads would deadlock"
@@ -91,7 +97,7 @@ class ForkServer:
         self._path = Path(self._folder.name) / "socket"
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "layerpush.apps.demo.forkserver", str(self._path)],
+                [*prefix, sys.executable, "-m", "bench.servers.forkserver", str(self._path)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

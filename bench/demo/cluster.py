@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerpush.apps.demo.engines import LOOPBACK, EngineSpec, Place, Role
-from layerpush.apps.demo.model import ModelShape
+from bench.servers.engines import LOOPBACK, EngineSpec, Place, Role
+from bench.servers.model import ModelShape
 from layerpush.core.config import CONNECTOR_NAME
 
 FAULTY_CONNECTOR = "FaultyPushConnector"
-FAULTY_MODULE = "layerpush.apps.demo.faulty"
+FAULTY_MODULE = "bench.demo.faulty"
 MODES: Mapping[str, Mapping[str, object]] = {
     "auto": {"layerwise": True, "granularity": "auto"},
     "layer": {"layerwise": True, "granularity": "layer"},

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from layerpush.apps.demo.engines import SERVED_NAME, Engine
+from bench.servers.engines import SERVED_NAME, Engine
 from layerpush.apps.proxy.identity import TO_PREFILL, Identity, remote_request_id
 
 TIMEOUT = aiohttp.ClientTimeout(total=600)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import aiohttp
 
-from layerpush.apps.demo.engines import Engine
-from layerpush.apps.demo.load import Answer, complete, complete_disaggregated
+from bench.servers.engines import Engine
+from bench.servers.load import Answer, complete, complete_disaggregated
 from layerpush.apps.proxy.identity import remote_request_id
 from layerpush.apps.tracing.figures import Figures, TraceError, figures_of, median_figures
 from layerpush.apps.tracing.folder import FolderError

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerpush.apps.demo.engines import Place
+from bench.servers.engines import Place
 
 NAMESPACES = Path("/run/netns")
 TOOLS = ("ip", "tc")

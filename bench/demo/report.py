@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 from rich.table import Table
 
-from layerpush.apps.demo.measure import ModeResult, Sample, result_of
+from bench.demo.measure import ModeResult, Sample, result_of
 from layerpush.apps.tracing.figures import Figures
 from layerpush.apps.tracing.hand_over import CLIENT, HandOver
 from layerpush.telemetry.trace_records import PushRecord
