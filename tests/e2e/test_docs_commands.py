@@ -110,7 +110,7 @@ def test_the_demo(tmp_path: Path) -> None:
     """``make demo``, with one short prompt instead of four long ones."""
     small = ["--prompts", "1", "--prompt-tokens", "600", "--json", "demo.json"]
     done = subprocess.run(
-        [sys.executable, "-m", "layerpush", "demo", *small],
+        [sys.executable, "-m", "bench.demo", *small],
         cwd=tmp_path,
         env=Machine.environment(tmp_path / "bin"),
         capture_output=True,

@@ -89,7 +89,7 @@ AFTER_SETUP = {
 OTHERS = frozenset({"HF_HUB_OFFLINE", "OMP_NUM_THREADS", "NIXL_PLUGIN_DIR", "PIP_EXTRA_INDEX_URL", VARIABLE})
 _INLINE = re.compile(r"(?<!`)`((?:layerpush |make |vllm serve |pip install |scripts/(?=[a-z-]+ ))[^`\n]+)`(?!`)")
 _VARIABLE = re.compile(r"\b(?:VLLM|UCX|NIXL|LAYERPUSH|HF|OMP|PIP)_[A-Z0-9_]*[A-Z0-9]\b(?!\*)")
-_FIRST_ASSIGNED = ("CUDA_VISIBLE_DEVICES", "PYTHON", "id", "prompt", "params")
+_FIRST_ASSIGNED = ("CUDA_VISIBLE_DEVICES", "PYTHON", "PYTHONPATH", "id", "prompt", "params")
 
 
 def listed(block: Block, run: Mapping[tuple[str, str], tuple[str, ...]]) -> bool:
@@ -194,7 +194,8 @@ def commands_of_benchmarks(text: str) -> set[tuple[str, ...]]:
     """The commands of a page, as in the JSON files of their results."""
     said = [command.words for block in text.split("```bash\n")[1:] for command in commands(block.split("```")[0])]
     benchmarks = {measured(words[2:]) for words in said if words[:2] == ("python", "-m")}
-    return benchmarks | {("bench.demo",) for words in said if words == ("make", "demo")}
+    demos = (("bench.demo",), (".venv/bin/layerpush", "demo"))  # its name, and the one in an older result
+    return benchmarks | {measured(demo) for demo in demos if ("make", "demo") in said}
 
 
 def results_without_command(text: str) -> list[str]:
