@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.hand_over import PARTS, HandOver, hand_over_of
 from bench.serve.pushes import LOOK_S, PATIENCE_S
-from layerpush.apps.tracing.hand_over import PARTS, HandOver, hand_over_of
 from layerpush.apps.tracing.requests import RequestTrace, TraceSet, read_traces
 from layerpush.telemetry.trace_records import PushRecord, clock_name
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from bench.hand_over import PARTS, HandOver
 from bench.serve.plan import Call
 from bench.serve.scrape import BYTES, DESCRIPTORS, TRANSFER, Histogram
 from layerpush.apps.tracing.figures import Figures
-from layerpush.apps.tracing.hand_over import PARTS, HandOver
 
 
 class RequestsFailedError(RuntimeError):

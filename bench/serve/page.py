@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bench.hand_over import PARTS
 from bench.markdown import Result, conditions, number_table, with_interval
 from bench.serve.lineup import STOCK
 from bench.serve.plan import AGGREGATED, LOOPBACK, TOKEN
 from bench.serve.results import AFTER_PREFILL_LIMIT_MS, AUTO, PREFILL_LIMIT, TOKEN_LIMIT, TOKEN_LIMIT_FROM
-from layerpush.apps.tracing.hand_over import PARTS
 
 REFERENCE, PACE = "request", "requests"
 SHOWN = {

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.bootstrap import Ratio
+from bench.hand_over import PARTS
 from bench.serve.measured import Measured
 from bench.serve.plan import AGGREGATED, Call, Setup
 from bench.serve.results import CellResult, Series
-from layerpush.apps.tracing.hand_over import PARTS
 
 UNKNOWN = "–"
 MIB = 1 << 20

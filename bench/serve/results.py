@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from bench.bootstrap import Difference, Interval, Ratio, difference_of_medians, median_of_rounds, ratio_over_rounds
+from bench.hand_over import PARTS
 from bench.serve.measured import Measured
 from bench.serve.plan import AGGREGATED, TOKEN, Cell
-from layerpush.apps.tracing.hand_over import PARTS
 
 MEASURES = (
     "ttft_ms",

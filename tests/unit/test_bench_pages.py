@@ -10,12 +10,12 @@ import pytest
 
 from bench import RESULTS, kernelpage
 from bench.forward import page as forward
+from bench.hand_over import PARTS
 from bench.markdown import Result, conditions
 from bench.push import page as push
 from bench.serve import page as serve
 from bench.serve.plan import AGGREGATED, Cell, Load, Setup
 from bench.serve.results import by_cell
-from layerpush.apps.tracing.hand_over import PARTS
 from scripts.docgen import figures, soakrun
 from tests.unit.serve_rig import call
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.hand_over import CLIENT, PARTS, HandOver
 from bench.serve.hand_overs import hand_overs
 from layerpush.apps.tracing.figures import read_pushes
-from layerpush.apps.tracing.hand_over import CLIENT, PARTS, HandOver
 from layerpush.telemetry.trace_records import SCHEDULER_RANK, PushRecord, clock_name
 from tests.unit.trace_rig import first_token, load, process, push, write
 

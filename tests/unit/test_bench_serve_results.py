@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console
 
 from bench.bootstrap import median_of_rounds, ratio_over_rounds
+from bench.hand_over import PARTS, HandOver
 from bench.serve.measured import RequestsFailedError, measured
 from bench.serve.plan import AGGREGATED, TOKEN, Call
 from bench.serve.report import tables
 from bench.serve.results import MEASURES, CellResult, by_cell, compared
 from layerpush.apps.tracing.figures import Figures
-from layerpush.apps.tracing.hand_over import PARTS, HandOver
 from tests.unit.serve_rig import CELL, MODES, call, result
 
 

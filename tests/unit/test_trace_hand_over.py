@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from layerpush.apps.tracing.hand_over import CLIENT, LATE, PARTS, HandOver, hand_over_of, median_hand_over
+from bench.hand_over import CLIENT, LATE, PARTS, HandOver, hand_over_of, median_hand_over
 from layerpush.apps.tracing.requests import RequestTrace, TraceSet, read_traces
 from layerpush.telemetry.trace_records import SCHEDULER_RANK
 from tests.unit.test_trace_breakdown import LOAD, PUSH, TOKEN
