@@ -17,10 +17,8 @@ from rich.console import Console
 
 from bench import OUTPUT, write
 from bench.bootstrap import Ratio, ratio_of_medians
-from bench.contention import Contention, Rival
 from bench.kernelpage import DIRECTIONS, OURS
 from bench.pair.unfinished import Unfinished
-from bench.plot.canvas import figure
 from bench.provenance import provenance
 from layerpush_kernels import FULL_DEVICE_PROGRAMS, gather_blocks, scatter_blocks
 from layerpush_kernels.reference import gather_reference, scatter_reference
@@ -80,12 +78,6 @@ class Cell:
     def of_copy(self, way: str) -> Ratio:
         """The median rate as a share of the copy's."""
         return ratio_of_medians(self.seconds[COPY], self.seconds[way])
-
-    @classmethod
-    def from_json(cls, written: Mapping[str, Any]) -> Cell:
-        """The inverse of ``as_json``."""
-        case = Case(written["block_bytes"], written["blocks"], written["ids"])
-        return cls(case, written["direction"], {way: each["seconds"] for way, each in written["ways"].items()})
 
     def as_json(self) -> dict[str, Any]:
         ways = {
@@ -201,9 +193,6 @@ def main(
         int | None, typer.Option(help="Skip cases that move more. Default: 2048 on a GPU, 128 on a CPU.")
     ] = None,
     max_programs: Annotated[int, typer.Option(min=1, help="Cap on the kernel's programs.")] = FULL_DEVICE_PROGRAMS,
-    caps: Annotated[
-        str, typer.Option(help="Caps for a gather beside matrix products; empty: skip them. GPU only.")
-    ] = "4,8,16,32,64",
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch's operators on a CPU.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of block ids and bytes.")] = 0,
     out: Annotated[
@@ -211,7 +200,7 @@ def main(
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="All times as JSON; a plot goes beside it, as PNG. Default: build/bench/kernel.json.",
+            help="All times as JSON. Default: build/bench/kernel.json.",
         ),
     ] = OUTPUT / "kernel.json",
 ) -> None:
@@ -222,13 +211,12 @@ def main(
     Each must first move every byte right. If one does not, the bench writes nothing and the exit status is 1. A run
     that is killed leaves the cases so far in `kernel.unfinished.json`, beside the result.
 
-    GB/s are payload: a gather of 1 GB reads 1 GB and writes 1 GB. The bench flushes caches before each sample. On a GPU
-    it also times matrix products with and without a gather beside them. On a CPU torch's operators do the copies; their
-    rate does not apply to a GPU.
+    GB/s are payload: a gather of 1 GB reads 1 GB and writes 1 GB. The bench flushes caches before each sample. On a CPU
+    torch's operators do the copies; their rate does not apply to a GPU.
 
     - python -m bench.kernel --block-bytes 4096,65536 --blocks 64,1024 --rounds 10
 
-    - python -m bench.kernel --device cuda --caps 2,4,8 --out kernel-h200.json
+    - python -m bench.kernel --device cuda --out kernel-h200.json
     """
     console = Console(soft_wrap=True, highlight=False)
     torch.set_num_threads(threads)
@@ -250,10 +238,9 @@ def main(
         "swap_blocks": unavailable or "measured",
     }
 
-    def body(beside: Sequence[Contention], about: Mapping[str, object]) -> Mapping[str, object]:
-        return {**about, "cells": [cell.as_json() for cell in cells], "contention": [each.as_json() for each in beside]}
+    def body(_: Sequence[object], about: Mapping[str, object]) -> Mapping[str, object]:
+        return {**about, "cells": [cell.as_json() for cell in cells]}
 
-    contention: list[Contention] = []
     unfinished = Unfinished(out, body)
     try:
         for case in every:
@@ -265,15 +252,9 @@ def main(
         unfinished.remove()
         console.print(f"{error}: nothing is written", style="red", markup=False)
         raise typer.Exit(1) from error
-    if kind == "cuda" and caps:
-        rival = Rival(place, seed)
-        contention = [rival.measure(int(cap), rounds) for cap in caps.split(",")]
-    write(out, body(contention, head | settings))
+    write(out, body((), head | settings))
     unfinished.remove()
-    plot(cells, out.with_suffix(".png"), str(hardware["name"] or "CPU, torch's operators"))
-    for each in contention:
-        console.print(str(each))
-    console.print(f"Written: {out}, {out.with_suffix('.png')}; {len(left_out)} cases above {most >> 20} MiB left out")
+    console.print(f"Written: {out}; {len(left_out)} cases above {most >> 20} MiB left out")
 
 
 def _swap_blocks(kind: str) -> tuple[Callable[..., None] | None, str | None]:
@@ -297,29 +278,6 @@ def _line(cell: Cell) -> str:
     case = cell.case
     rates = "  ".join(f"{way} {cell.gb_s(way)['p50']:.2f} ({cell.of_copy(way).ratio:.0%})" for way in cell.seconds)
     return f"{cell.direction:8}{case.block_bytes / 1024:6g} KiB x {case.blocks:<5}{case.ids:11}GB/s (of copy): {rates}"
-
-
-def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
-    """Share of the copy's rate by block size: a row for each direction, a column for each pattern of ids."""
-    patterns, counts = (sorted({getattr(cell.case, name) for cell in cells}) for name in ("ids", "blocks"))
-    sizes = sorted({cell.case.block_bytes / 1024 for cell in cells})
-    with figure(len(DIRECTIONS), len(patterns), path, title) as grid:
-        for (direction, row), (column, pattern) in itertools.product(
-            zip(DIRECTIONS, grid, strict=True), enumerate(patterns)
-        ):
-            panel = row[column]
-            panel.axhline(1, color="grey", lw=0.8)
-            panel.set_title(f"{direction}, ids: {pattern}", loc="left")
-            here = [cell for cell in cells if (cell.direction, cell.case.ids) == (direction, pattern)]
-            for shade, count in enumerate(counts):
-                of_count = [cell for cell in here if cell.case.blocks == count]
-                for way, style in ((OURS, "o-"), (DIRECTIONS[direction], "x:")):
-                    shares = [(cell.case.block_bytes / 1024, cell.of_copy(way).ratio) for cell in of_count]
-                    panel.plot(*zip(*shares, strict=True), style, color=f"C{shade}", label=f"{way}, {count} blocks")
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
-            panel.set(xlabel="KiB per block", ylabel="share of a plain copy's rate")
-        grid[0][-1].legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,8 @@ Cell = Mapping[str, Any]
 
 
 def tables(result: Result) -> str:
-    """GB/s and share of a copy's rate, by block size and count; on a GPU also the slowdown of products beside it."""
-    parts = [_rates(result["cells"]), _about(result)]
-    if result["contention"]:
-        parts += [_contention(result["contention"]), "Products of large matrices, alone and beside gathering."]
-    return "\n\n".join(parts)
+    """GB/s and share of a copy's rate, by block size and count."""
+    return f"{_rates(result['cells'])}\n\n{_about(result)}"
 
 
 def _rates(cells: list[Cell]) -> str:
@@ -57,18 +54,3 @@ def _about(result: Result) -> str:
     else:
         text += f" On one {device['name']}, with at most {result['max_programs']} programs."
     return f"{text} {conditions(result)}"
-
-
-def _contention(every: list[Mapping[str, Any]]) -> str:
-    rows = []
-    for each in every:
-        rates, slower = sorted(each["gathered_gb_s"]), each["slowdown"]
-        percents = [f"{100 * (slower[name] - 1):.1f}" for name in ("ratio", "low", "high")]
-        rows.append(
-            (
-                str(each["max_programs"]),
-                f"{rates[len(rates) // 2]:.0f}",
-                f"{percents[0]} [{percents[1]}, {percents[2]}]",
-            )
-        )
-    return number_table(("programs at most", "GB/s gathered", "products slower by %"), rows, words=0)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from bench import write
 from bench.forward import report
 from bench.forward.cases import Growing, growing_cases, known_cases
 from bench.forward.cells import Cell
@@ -24,7 +25,6 @@ from bench.pair.lists import names, numbers, percents
 from bench.pair.sweep import sweep
 from bench.pair.tables import PATTERNS
 from bench.pair.unfinished import Unfinished
-from bench.plot.kinds import FORWARD
 
 MODES = ("auto", "layer", "chunk", "request")
 LAYER_MS = 5.0
@@ -218,14 +218,8 @@ def main(
     console.print(*(missed or ["every figure is within its limits"]), sep="\n", markup=False)
     if path is None:
         return
-    result = body(answers, about)
-    command.publish(
-        console,
-        path,
-        result,
-        lambda picture: FORWARD.draw(result, picture, "Pushes during a synthetic forward"),
-        f"{len(left_out)} prompts above {most_mib} MiB",
-    )
+    write(path, body(answers, about))
+    console.print(f"Written: {path}; {len(left_out)} prompts above {most_mib} MiB left out")
     unfinished.remove()
 
 

@@ -40,7 +40,7 @@ def main(
             metavar="DIR",
             file_okay=False,
             show_default=False,
-            help="Folder for JSON, pictures and logs; the bench creates it.",
+            help="Folder for JSON and logs; the bench creates it.",
         ),
     ],
     minutes: Annotated[float, typer.Option(min=0.1, help="Time limit of each part, in minutes.")] = 8.0,
@@ -64,7 +64,7 @@ def main(
     PYTHON=... chooses the interpreter; else it is that of .venv, else python3. It must have a CUDA build of torch. The
     bench installs and downloads nothing. Two processes, or several engines, share the GPU: KV moves over CUDA IPC.
 
-    Each part leaves its JSON, pictures and logs in the folder. gpu-bench.json there has the commands, their exit
+    Each part leaves its JSON and logs in the folder. gpu-bench.json there has the commands, their exit
     statuses and the versions. At its time limit the bench stops a part with all its processes and begins the next.
 
     Exit status: 0, or 1 if a part failed or ran out of time, or 2 without a GPU, a module or a C compiler.

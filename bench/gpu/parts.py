@@ -10,15 +10,14 @@ from pathlib import Path
 from bench.pair.wires import CUDA_IPC_TRANSPORTS
 
 PARTS = {
-    "kernels": "gather and scatter: their tests on the GPU, then GB/s beside a plain copy and beside matrix products",
+    "kernels": "gather and scatter: their tests on the GPU, then GB/s beside a plain copy",
     "serve": "vLLM engines on the GPU with a random model of Llama-3.1-8B's geometry: first token, by prompt length",
     "eager": "the same engines with --enforce-eager instead of CUDA graphs",
     "forward": "two processes on the GPU over CUDA IPC: the cost of pushes for a forward pass, and the exposed time",
-    "push": "the same two processes: every write plan, and whether auto finds the best",
     "blocks": "serve with blocks of 16 and of 64 tokens instead of 32",
 }
 """The most valuable part is first: a user with a GPU for a short time gets its figures."""
-COMMON_MODULES = ("typer", "rich", "numpy", "torch", "triton", "matplotlib")
+COMMON_MODULES = ("typer", "rich", "numpy", "torch", "triton")
 ENGINE_MODULES = (
     *COMMON_MODULES,
     "nixl",
@@ -35,7 +34,6 @@ NEEDED_MODULES: Mapping[str, tuple[str, ...]] = {
     "serve": ENGINE_MODULES,
     "eager": ENGINE_MODULES,
     "forward": (*COMMON_MODULES, "nixl", "msgspec"),
-    "push": (*COMMON_MODULES, "nixl", "msgspec"),
     "blocks": ENGINE_MODULES,
 }
 MIB = 1 << 20
@@ -138,14 +136,6 @@ def _kernels(out: Path, _: Room, options: tuple[str, ...]) -> list[Step]:
     return [Step("tests", tests, share=0.5), Step("bench", (*bench, *options))]
 
 
-def _push(out: Path, _: Room, options: tuple[str, ...]) -> list[Step]:
-    bench = ("-m", "bench.push", "--device", "cuda", "--progress", "spin")
-    return [
-        Step("quick", (*bench, "--quick", "--out", str(out / "push-quick.json"), *options), share=0.3),
-        Step("bench", (*bench, "--out", str(out / "push.json"), *options)),
-    ]
-
-
 def _forward(out: Path, _: Room, options: tuple[str, ...]) -> list[Step]:
     bench = ("-m", "bench.forward", "--device", "cuda", "--links", "cuda_ipc", "--progress", "spin")
     return [
@@ -177,7 +167,7 @@ def _model(room: Room) -> Step:
 def _engine_runs(
     part: str, out: Path, room: Room, arguments: str, options: tuple[str, ...], share: float = 1.0
 ) -> list[Step]:
-    """Engines with more ``arguments``, their pictures, and a check of their hooks."""
+    """Engines with more ``arguments``, and a check of their hooks."""
     runs, steps = engines_for(room.gpu_mib), []
     for engines in runs:
         name = part if len(runs) == 1 else f"{part}-{engines.modes}"
@@ -185,7 +175,6 @@ def _engine_runs(
         measure = (*_measure(engines, room.model, result, logs, arguments), *options)
         steps.append(Step(name, measure, share=0.8 * share / len(runs)))
         traces = logs / f"loopback-b{STEP_TOKENS}" / "trace"
-        steps.append(Step(f"{name}-pictures", ("-m", "bench.plot", str(result), str(traces), "--out", str(out))))
         by_layer = [str(traces / mode) for mode in engines.modes.split(",") if mode != "request"]
         if by_layer:
             steps.append(Step(f"{name}-hooks", ("-m", "bench.gpu.hooks", *by_layer)))
@@ -214,6 +203,5 @@ _STEPS: Mapping[str, Callable[[Path, Room, tuple[str, ...]], list[Step]]] = {
     "serve": _serve,
     "eager": _eager,
     "forward": _forward,
-    "push": _push,
     "blocks": _blocks,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from bench import OUTPUT, write
+from bench import OUTPUT
 from bench.pair.lists import names
 from bench.pair.settings import Settings
 from bench.pair.tables import PATTERNS
@@ -41,8 +41,7 @@ Out = Annotated[
     typer.Option(
         metavar="FILE",
         show_default=False,
-        help="All samples as JSON; a picture, if there is one, goes beside it, as PNG. Default: a file in build/bench, "
-        "or nothing with --quick.",
+        help="All samples as JSON. Default: a file in build/bench, or nothing with --quick.",
     ),
 ]
 
@@ -86,15 +85,6 @@ def header(settings: Settings, rounds: int, about: Mapping[str, object], started
         "rounds": rounds,
         "seconds": round(time.monotonic() - started_at),
     }
-
-
-def publish(
-    console: Console, path: Path, result: Mapping[str, object], draw: Callable[[Path], Sequence[Path]], left_out: str
-) -> None:
-    """Write the JSON and beside it the pictures; ``draw`` gets the path of the first one and returns all paths."""
-    write(path, result)
-    drawn = draw(path.with_suffix(".png"))
-    console.print(f"Written: {', '.join(map(str, (path, *drawn)))}; {left_out} left out")
 
 
 def path_of(out: Path | None, name: str | None) -> Path | None:

@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bench.markdown import Result
-from bench.plot import growth, lengths
-from bench.plot.series import of_forward
-from scripts.docgen import schedule
+from scripts.docgen import growth, lengths, schedule
 
 ROOT = Path(__file__).parents[2]
 HASH_SALT = "layerpush"
@@ -18,7 +16,7 @@ HASH_SALT = "layerpush"
 
 def exposed(path: Path) -> None:
     """Exposed time by prompt length: a panel for each model."""
-    lengths.draw(of_forward(_result("long.json")), path, "Exposed time by prompt length")
+    lengths.draw(_result("long.json"), path, "Exposed time by prompt length")
 
 
 def growing(path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.plot.canvas import COLOURS, figure, logarithmic
 from layerpush.core.write_schedule import Progress, Speeds, layers_to_wait
+from scripts.docgen.canvas import COLOURS, figure, logarithmic
 from tests.support.simulated_wire import Case, Outcome, Rule, by_chunk, by_layer, known, push
 
 LAYERS, CHUNKS = 32, 4

@@ -10,10 +10,7 @@ from typing import NamedTuple
 from bench import kernelpage
 from bench.forward import page as forward
 from bench.markdown import Result
-from bench.proxy import page_table as proxy_table
-from bench.push import page as push
 from bench.serve import page as serve
-from bench.writer import page as writer
 from layerpush.core.config import documentation_table
 from layerpush.telemetry.metrics.catalog import Side
 from scripts.docgen import (
@@ -48,12 +45,10 @@ README, CONFIGURATION, SECURITY = "README.md", "docs/configuration.md", "docs/se
 METRICS, PROXY = "docs/metrics.md", "docs/proxy.md"
 BENCHMARKS, COMPATIBILITY, CONTRIBUTING = "docs/benchmarks.md", "docs/compatibility.md", "docs/contributing.md"
 PROTOCOL, FAILURES, SOAK = "docs/design/protocol.md", "docs/design/failures.md", "docs/soak.md"
-PACKING = "docs/design/packing.md"
 
 SECTIONS: Mapping[str, Section] = {
     "config-table": Section((CONFIGURATION,), lambda _: documentation_table()),
     "demo-figures": Section((BENCHMARKS,), of("demo.json", figures.demo)),
-    "proxy-figures": Section((PROXY,), of("proxy.json", proxy_table)),
     "serve-summary": Section((README,), of("long-serve.json", serve.summary)),
     "serve-figures": Section((BENCHMARKS,), of("serve.json", serve.tables)),
     "token-serve-figures": Section((BENCHMARKS,), of("token-serve.json", serve.tables)),
@@ -63,9 +58,6 @@ SECTIONS: Mapping[str, Section] = {
     "long-figures": Section((BENCHMARKS,), of("long.json", forward.long_table)),
     "cached-figures": Section((BENCHMARKS,), of("cached.json", forward.cached_table)),
     "link-figures": Section((BENCHMARKS,), of("links.json", forward.table)),
-    "push-summary": Section((PACKING,), of("push.json", push.summary)),
-    "push-figures": Section((BENCHMARKS,), of("push.json", push.tables)),
-    "writer-figures": Section((BENCHMARKS,), of("writer.json", writer.table)),
     "kernel-figures": Section((BENCHMARKS,), of("kernel.json", kernelpage.tables)),
     "soak-summary": Section((BENCHMARKS,), of("soak.json", soakrun.summary)),
     "soak-tables": Section((SOAK,), of("soak.json", soakrun.tables)),

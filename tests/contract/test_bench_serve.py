@@ -31,7 +31,7 @@ def stub(word: str = "token") -> Iterator[str]:
     """The URL of an engine that answers every prompt with the same words."""
     url = f"http://127.0.0.1:{(port := PORTS.take())}"
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench.stubengine", "--port", str(port), "--word", word], cwd=ROOT
+        [sys.executable, "-m", "tests.contract.stubengine", "--port", str(port), "--word", word], cwd=ROOT
     )
     try:
         until(lambda: healthy(url))

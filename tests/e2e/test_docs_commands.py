@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.servers.ports import PortAllocator
-from tests.docblocks import ROOT, Block
+from tests.docblocks import Block
 from tests.e2e.docsrig import Machine, Server, answer, block, loads
 from tests.e2e.proxyrig import get, model_with_tokenizer
 from tests.support.ports import DOCS_COMMANDS_PORTS
@@ -123,15 +123,3 @@ def test_the_demo(tmp_path: Path) -> None:
     assert sorted(modes) == ["auto", "chunk", "layer", "request"]
     assert all(mode["tokens_equal"] for mode in modes.values())
     assert (tmp_path / "layerpush-demo.png").stat().st_size > 10_000
-
-
-@patient
-def test_the_proxys_benchmark(tmp_path: Path) -> None:
-    """Two requests of each kind instead of four hundred."""
-    small = ["--requests", "2", "--lengths", "16", "--streams", "1"]
-    words = block("docs/benchmarks.md", "python -m bench.proxy").text.split()
-    out = tmp_path / "proxy.json"
-    command = [sys.executable, *(str(out) if word.endswith(".json") else word for word in words[1:]), *small]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(json.loads(out.read_text())["cells"]) == 1

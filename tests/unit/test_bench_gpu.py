@@ -69,11 +69,10 @@ def test_every_part_lists_its_modules_and_writes_its_result_into_the_folder() ->
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("gpu_mib", [H200, H100])
 def test_every_command_is_valid(tmp_path: Path, part: str, gpu_mib: int) -> None:
-    """Pictures are drawn of existing results only."""
+    """The folders of the traces exist."""
     for name in ("serve", "eager", "blocks-16", "blocks-64"):
         for run in (name, f"{name}-token", f"{name}-request"):
             (tmp_path / f"{run}-logs/loopback-b{STEP_TOKENS}/trace").mkdir(parents=True)
-            (tmp_path / f"{run}.json").touch()
     for step in steps_of(part, tmp_path, Room(gpu_mib, tmp_path), ()):
         check(Command(("python", *step.arguments), ()))
 
@@ -81,7 +80,7 @@ def test_every_command_is_valid(tmp_path: Path, part: str, gpu_mib: int) -> None
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("gpu_mib", [H200, H100])
 def test_options_go_to_the_benchmark_step_only(part: str, gpu_mib: int) -> None:
-    bench = {"kernels": "bench.kernel", "push": "bench.push", "forward": "bench.forward"}.get(part, "bench.serve")
+    bench = {"kernels": "bench.kernel", "forward": "bench.forward"}.get(part, "bench.serve")
     got = {step.arguments[1] for step in steps(part, gpu_mib, *OPTIONS) if step.arguments[-2:] == OPTIONS}
     assert got == {bench}
     plain = [step.arguments for step in steps(part, gpu_mib) if step.arguments[1] == bench]
@@ -99,8 +98,8 @@ def test_a_large_gpu_runs_both_modes_side_by_side_with_prompts_of_64k() -> None:
 def test_a_smaller_gpu_runs_the_modes_one_after_the_other() -> None:
     assert [one.modes for one in engines_for(H100)] == ["token", "request"]
     names = [step.name for step in steps("serve", H100)]
-    token = ["serve-token", "serve-token-pictures", "serve-token-hooks"]
-    assert names == ["model", *token, "serve-request", "serve-request-pictures"]
+    token = ["serve-token", "serve-token-hooks"]
+    assert names == ["model", *token, "serve-request"]
     assert sum(step.share for step in steps("serve", H100) if step.arguments[1].startswith("bench.serve")) <= 0.81
 
 
@@ -190,18 +189,18 @@ def python(source: str, name: str = "step", share: float = 1.0) -> Step:
 def test_steps_run_in_order_and_their_output_is_kept(tmp_path: Path) -> None:
     said: list[str] = []
     two = [python("print('one')", "first"), python("import os; print('two'); print(os.getcwd())", "second")]
-    ran = runner(tmp_path, 5 * SECONDS, said).part("push", two)
+    ran = runner(tmp_path, 5 * SECONDS, said).part("forward", two)
     assert [(each.name, each.ending, each.status) for each in ran] == [
-        ("push-first", Ending.WELL, 0),
-        ("push-second", Ending.WELL, 0),
+        ("forward-first", Ending.WELL, 0),
+        ("forward-second", Ending.WELL, 0),
     ]
     assert said[0] == "one"
     assert said[2:4] == ["two", str(tmp_path)]
-    assert (tmp_path / "logs/push-second.log").read_text().startswith("two\n")
+    assert (tmp_path / "logs/forward-second.log").read_text().startswith("two\n")
 
 
 def test_a_step_that_fails_ends_its_part(tmp_path: Path) -> None:
-    ran = runner(tmp_path, SECONDS).part("push", [python("raise SystemExit(3)"), python("print('never')", "second")])
+    ran = runner(tmp_path, SECONDS).part("forward", [python("raise SystemExit(3)"), python("print('never')", "second")])
     assert [(each.ending, each.status) for each in ran] == [(Ending.FAILED, 3)]
     assert "status 3" in str(ran[0])
 
@@ -234,7 +233,7 @@ def test_a_late_step_is_stopped_with_its_child_processes(tmp_path: Path) -> None
         "time.sleep(600)\n"
     )
     with time_is_up_once(mark):
-        ran = runner(tmp_path, 600.0).part("push", [python(source), python("print('never')", "second")])
+        ran = runner(tmp_path, 600.0).part("forward", [python(source), python("print('never')", "second")])
     assert [each.ending for each in ran] == [Ending.LATE]
     assert ran[0].status < 0
     assert_gone(int(mark.read_text()))
@@ -250,7 +249,7 @@ def test_a_late_step_may_end_itself_on_sigterm(tmp_path: Path) -> None:
     )
     said: list[str] = []
     with time_is_up_once(mark):
-        (ran,) = runner(tmp_path, 600.0, said, grace_s=SECONDS).part("push", [python(source)])
+        (ran,) = runner(tmp_path, 600.0, said, grace_s=SECONDS).part("forward", [python(source)])
     assert (ran.ending, ran.status) == (Ending.LATE, 1)
     assert "put away" in said
 
@@ -260,7 +259,7 @@ def test_a_step_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     ignoring = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     source = f"{ignoring}; {marking(mark, repr('ready'))}; time.sleep(600)"
     with time_is_up_once(mark):
-        (ran,) = runner(tmp_path, 600.0, grace_s=0.5).part("push", [python(source)])
+        (ran,) = runner(tmp_path, 600.0, grace_s=0.5).part("forward", [python(source)])
     assert (ran.ending, ran.status) == (Ending.LATE, -signal.SIGKILL)
 
 
@@ -273,7 +272,7 @@ def test_a_step_gets_its_share_of_the_time_and_at_most_the_rest(tmp_path: Path) 
 
     clock = iter([0.0, 0.0, 90.0, 90.0])
     with mock.patch.object(Runner, "_run", run), mock.patch("bench.gpu.running.time.monotonic", side_effect=clock):
-        runner(tmp_path, limit_s=100.0).part("push", [python("", share=0.3), python("", share=0.5), python("")])
+        runner(tmp_path, limit_s=100.0).part("forward", [python("", share=0.3), python("", share=0.5), python("")])
     assert given == [30.0, 10.0, 10.0]
 
 
@@ -295,14 +294,14 @@ def script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 
 def test_the_script_accepts_any_interpreter_and_a_dry_run_prints_its_commands(tmp_path: Path) -> None:
-    done = script("all", "--out", str(tmp_path), "--dry-run", "--option", "push=--rounds 5", PYTHON=sys.executable)
+    done = script("all", "--out", str(tmp_path), "--dry-run", "--option", "forward=--rounds 5", PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
     for part in PARTS:
         assert f"{part}: at most 8 minutes" in done.stdout
     lines = done.stdout.splitlines()
     files = "tests/unit/kernels tests/unit/test_fences.py tests/unit/test_staging_memory.py"
     assert f"{sys.executable} -m pytest {files} -m gpu" in done.stdout
-    assert any("bench.push --device cuda" in line and "--rounds 5" in line for line in lines)
+    assert any("bench.forward --device cuda" in line and "--rounds 5" in line for line in lines)
     assert any("bench.serve" in line and "8192," in line and "cuda_ipc" in line for line in lines)
     assert not list(tmp_path.iterdir()), "it ran nothing"
 
@@ -346,10 +345,10 @@ def test_a_gpu_that_torch_cannot_use_has_its_own_error() -> None:
 
 
 def test_missing_modules_are_reported_by_part(tmp_path: Path) -> None:
-    with a_gpu(), mock.patch.dict(NEEDED_MODULES, {"push": ("numpy", "no_such_module")}):
-        status, said = invoke("kernels", "push", "--out", tmp_path)
+    with a_gpu(), mock.patch.dict(NEEDED_MODULES, {"forward": ("numpy", "no_such_module")}):
+        status, said = invoke("kernels", "forward", "--out", tmp_path)
     assert status == 2
-    assert "for push: no_such_module" in said
+    assert "for forward: no_such_module" in said
     assert "for kernels" not in said
 
 
@@ -394,10 +393,10 @@ def test_the_command_reports_a_gpu_without_room_for_engines(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["kernel"], "none of kernels, serve, eager, forward, push, blocks, all"),
-        (["push", "--option", "puhs=--quick"], "PART=TEXT"),
-        (["push", "--option", "push"], "PART=TEXT"),
-        (["push", "--minutes", "0"], "--minutes"),
+        (["kernel"], "none of kernels, serve, eager, forward, blocks, all"),
+        (["forward", "--option", "froward=--quick"], "PART=TEXT"),
+        (["forward", "--option", "forward"], "PART=TEXT"),
+        (["forward", "--minutes", "0"], "--minutes"),
     ],
 )
 def test_wrong_arguments_are_named(tmp_path: Path, arguments: Sequence[str], said: str) -> None:
@@ -407,7 +406,7 @@ def test_wrong_arguments_are_named(tmp_path: Path, arguments: Sequence[str], sai
 
 
 def test_the_output_folder_is_required() -> None:
-    status, output = invoke("push")
+    status, output = invoke("forward")
     assert status == 2
     assert "--out" in output
 
@@ -418,19 +417,19 @@ def planned(**parts: list[Step]) -> AbstractContextManager[object]:
 
 def test_a_run_writes_the_outcome_of_each_step(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with a_gpu(), planned(kernels=[python("raise SystemExit(1)", "bench")], push=[python("print('fine')", "bench")]):
-        status, said = invoke("kernels", "push", "--out", out)
+    with a_gpu(), planned(kernels=[python("raise SystemExit(1)", "bench")], forward=[python("print('fine')", "bench")]):
+        status, said = invoke("kernels", "forward", "--out", out)
     assert status == 1
     assert "kernels-bench: failed with status 1" in said
     record = json.loads((out / "gpu-bench.json").read_text())
     assert {"argv", "git_sha", "versions", "machine", "minutes"} <= set(record)
     assert [(part, [each["ending"] for each in ran]) for part, ran in record["parts"].items()] == [
         ("kernels", ["failed"]),
-        ("push", ["well"]),
+        ("forward", ["well"]),
     ]
-    assert record["parts"]["push"][0]["command"][1:] == ["-c", "print('fine')"]
-    with a_gpu(), planned(push=[python("")]):
-        assert invoke("push", "--out", out)[0] == 0
+    assert record["parts"]["forward"][0]["command"][1:] == ["-c", "print('fine')"]
+    with a_gpu(), planned(forward=[python("")]):
+        assert invoke("forward", "--out", out)[0] == 0
 
 
 def test_an_interrupted_run_leaves_no_process(tmp_path: Path) -> None:
@@ -443,7 +442,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path) -> None:
         "from bench.gpu.parts import Step\n"
         "command.gpu_mib = lambda: 143771\n"
         f"command.steps_of = lambda *_: [Step('bench', ('-c', {source!r}))]\n"
-        f"sys.argv = ['gpu-bench', 'push', '--out', {str(tmp_path / 'out')!r}]\n"
+        f"sys.argv = ['gpu-bench', 'forward', '--out', {str(tmp_path / 'out')!r}]\n"
         "command.app()\n"
     )
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])

@@ -53,19 +53,19 @@ def run(tmp_path: Path, failure: Exception | None, monkeypatch: pytest.MonkeyPat
     def body(answers: Sequence[Any], about: Mapping[str, object]) -> dict[str, object]:
         return {"about": about, "cells": list(answers)}
 
-    unfinished = Unfinished(tmp_path / "push.json", body)
+    unfinished = Unfinished(tmp_path / "forward.json", body)
     assert unfinished.path is not None
     pair = Pair(failure, unfinished.path)
     monkeypatch.setattr(sweeping, "Pair", lambda *_: pair)
     orders: Any = [("shm", Case(), number) for number in range(3)]
-    sweep(Console(quiet=True), "bench.push", no_wire, orders, Settings(), str, unfinished)
+    sweep(Console(quiet=True), "bench.forward", no_wire, orders, Settings(), str, unfinished)
     return pair, unfinished
 
 
 def test_figures_are_saved_from_the_first_case_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, unfinished = run(tmp_path, None, monkeypatch)
     assert pair.seen == [None, [0], [0, 1]]
-    assert [each.name for each in tmp_path.iterdir()] == ["push.unfinished.json"]
+    assert [each.name for each in tmp_path.iterdir()] == ["forward.unfinished.json"]
     unfinished.remove()
     assert not list(tmp_path.iterdir())
 
@@ -73,7 +73,7 @@ def test_figures_are_saved_from_the_first_case_on(tmp_path: Path, monkeypatch: p
 def test_a_failed_run_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(typer.Exit):
         run(tmp_path, PairError("a process has ended"), monkeypatch)
-    left = json.loads((tmp_path / "push.unfinished.json").read_text())
+    left = json.loads((tmp_path / "forward.unfinished.json").read_text())
     assert left == {"about": {"shm": {"ucx": "1.23"}}, "cells": [0, 1]}
 
 

@@ -33,7 +33,6 @@ PROXY_PAGE, CURL_EXAMPLES = (
     f"tests/unit/proxy/test_pages.py::{name}"
     for name in ("test_the_commands_start_a_proxy", "test_the_curl_examples_send_valid_params")
 )
-DRAWN = "tests/unit/test_bench_plot.py::test_the_committed_results_have_pictures"
 
 RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("README.md", "make demo"): (f"{E2E}::test_the_demo", CI),
@@ -41,10 +40,7 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("README.md", "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.2"): (README_RUN,),
     ("README.md", "layerpush proxy"): (README_RUN,),
     ("CONTRIBUTING.md", "git clone"): (CI,),
-    ("bench/README.md", "python -m bench.proxy"): (f"{E2E}::test_the_proxys_benchmark",),
-    ("bench/README.md", "python -m bench.plot"): (DRAWN,),
     (BENCHMARKS, "make demo"): (f"{E2E}::test_the_demo",),
-    (BENCHMARKS, "python -m bench.plot"): (DRAWN,),
     (CONTRACT, "id="): (README_RUN, CURL_EXAMPLES),
     ("docs/configuration.md", "vllm serve MODEL --kv-transfer-config"): (f"{E2E}::test_the_configuration",),
     (DEPLOYMENT, "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1"): (DEPLOYED,),
@@ -212,7 +208,7 @@ def test_the_page_has_the_command_of_each_result() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "name"),
     [
-        ("bench.push --rounds 8", "bench.push", "push.json"),
+        ("bench.forward --rounds 3", "bench.forward", "forward.json"),
         ("--modes pull,request,layer,auto ", "", "serve.json"),
         ("auto,layer,request --rounds 3", "auto,layer,request --rounds 2", "long.json"),
     ],
@@ -232,14 +228,14 @@ def test_commands_that_overwrite_the_committed_results_are_found(text: str) -> N
 
 
 def test_commands_write_into_a_folder_that_git_ignores() -> None:
-    """Only bench.plot knows the place of the committed results; a test of it checks that it leaves them alone."""
+    """No command knows the place of the committed results."""
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert "/build/" in ignored
     assert OUTPUT.is_relative_to(ROOT / "build")
     folders = ("bench", "layerpush", "tests/faults/soak")
     sources = {path: path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py")}
     knowing = {str(path.relative_to(ROOT)) for path, text in sources.items() if "RESULTS" in text}
-    assert knowing == {"bench/__init__.py", "bench/plot/__main__.py"}
+    assert knowing == {"bench/__init__.py"}
     assert [path for path, text in sources.items() if '"results"' in text and path.parent.name != "bench"] == []
     assert "build/bench" in (ROOT / "scripts/bench").read_text()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench import contention, kernel
+from bench import kernel
 
 FEW = ["--block-bytes", "64,4096", "--blocks", "1,4", "--ids", "random,half", "--rounds", "2", "--device", "cpu"]
 FLUSH = mock.patch.dict(kernel.FLUSH_BYTES, {"cpu": 1 << 16})
@@ -24,7 +24,7 @@ def test_the_benchmark_writes_every_sample_with_its_provenance(tmp_path: Path) -
     written = json.loads(out.read_text())
     assert {"argv", "git_sha", "versions", "machine", "date", "seed", "device", "rounds"} <= set(written)
     assert {"torch", "triton", "ucx"} <= set(written["versions"])
-    assert written["left_out"] == written["contention"] == []
+    assert written["left_out"] == []
     cells = written["cells"]
     assert len(cells) == 2 * 2 * 2 * 2
     assert {cell["direction"] for cell in cells} == {"gather", "scatter"}
@@ -35,7 +35,6 @@ def test_the_benchmark_writes_every_sample_with_its_provenance(tmp_path: Path) -
             assert len(way["seconds"]) == 2
             assert way["gb_s"]["p20"] <= way["gb_s"]["p50"] <= way["gb_s"]["p80"]
             assert way["gb_s"]["p20"] * min(way["seconds"]) <= cell["block_bytes"] * cell["blocks"] / 1e9
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 @FLUSH
@@ -81,7 +80,9 @@ def test_a_killed_run_leaves_the_finished_cases(tmp_path: Path) -> None:
         assert isinstance(CliRunner().invoke(kernel.app, [*FEW, "--out", str(out)]).exception, MemoryError)
     assert [path.name for path in tmp_path.iterdir()] == ["kernel.unfinished.json"]
     kept = json.loads((tmp_path / "kernel.unfinished.json").read_text())
-    assert {kernel.Cell.from_json(each).case for each in kept["cells"]} == set(asked[:2])
+    assert {(each["block_bytes"], each["blocks"], each["ids"]) for each in kept["cells"]} == {
+        (case.block_bytes, case.blocks, case.ids) for case in asked[:2]
+    }
     assert kept["rounds"] == 2
 
 
@@ -98,17 +99,3 @@ def test_ids_are_distinct_and_follow_their_pattern(pattern: str, blocks: int) ->
         assert all(steps[: blocks // 2 - 1])
     if pattern != "contiguous" and blocks == 64:
         assert not any(steps[-8:])
-
-
-def test_the_slowdown_is_a_ratio_of_medians() -> None:
-    measured = contention.Contention(8, [1.0, 1.0, 9.0], [1.1, 1.1, 1.1], [100.0, 120.0, 110.0])
-    assert measured.slowdown.ratio == pytest.approx(1.1)
-    assert str(measured) == "8 programs: 110 GB/s, products +10.0% slower"
-
-
-@pytest.mark.gpu
-def test_products_and_gathering_run_concurrently() -> None:
-    with mock.patch.multiple(contention, SIDE=2048, PRODUCTS=50):
-        measured = contention.Rival(torch.device("cuda", torch.cuda.current_device()), seed=0).measure(4, rounds=3)
-    assert min(measured.gathered_gb_s) > 0
-    assert len(measured.alone_s) == len(measured.beside_s) == 3

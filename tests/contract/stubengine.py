@@ -1,4 +1,4 @@
-"""An engine without a model that answers at once, as P and as D. ``python -m bench.stubengine --port PORT``.
+"""An engine without a model that answers at once, as P and as D. ``python -m tests.contract.stubengine --port PORT``.
 
 Each token of an answer is ``--word`` and its number; an answer has ``max_tokens`` of them.
 """

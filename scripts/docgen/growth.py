@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.forward.growth import COUNTED, Line
-from bench.plot.canvas import colours, figure
+from scripts.docgen.canvas import colours, figure
 
 DIGITS = 6
 """Digits of a slope after the point: a sum of floating-point numbers that should be 0 is shown as 0."""

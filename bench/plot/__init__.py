@@ -1,1 +1,0 @@
-"""Pictures of results, from the JSON that the benches write."""
