@@ -18,8 +18,8 @@ from rich.console import Console
 from bench import OUTPUT, write
 from bench.bootstrap import Ratio, ratio_of_medians
 from bench.kernelpage import DIRECTIONS, OURS
-from bench.pair.unfinished import Unfinished
 from bench.provenance import provenance
+from bench.unfinished import Unfinished
 from layerpush_kernels import FULL_DEVICE_PROGRAMS, gather_blocks, scatter_blocks
 from layerpush_kernels.reference import gather_reference, scatter_reference
 

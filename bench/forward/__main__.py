@@ -5,28 +5,33 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
+import torch
 import typer
 
-from bench import write
+from bench import OUTPUT, write
+from bench.command import console, names, numbers, percents
 from bench.forward import report
 from bench.forward.cases import Growing, growing_cases, known_cases
 from bench.forward.cells import Cell
 from bench.forward.cores import of_this_machine, this_thread_on
+from bench.forward.draws import PATTERNS
 from bench.forward.growth import Line, lines
 from bench.forward.links import HELP, links, wire_of
 from bench.forward.models import BLOCK_TOKENS, MODELS
 from bench.forward.orders import Measure
 from bench.forward.presets import DEFAULT, LONG, QUICK
-from bench.forward.settings import ForwardSettings
-from bench.pair import command
-from bench.pair.lists import names, numbers, percents
-from bench.pair.sweep import sweep
-from bench.pair.tables import PATTERNS
-from bench.pair.unfinished import Unfinished
+from bench.forward.settings import Packing, Progress, Settings
+from bench.forward.sweep import sweep
+from bench.provenance import provenance
+from bench.servers.link import LinkError
+from bench.unfinished import Unfinished
 
 MODES = ("auto", "layer", "chunk", "request")
+PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
+"""Packages whose versions a result has."""
 LAYER_MS = 5.0
 LEAST_NOISE = 64 << 20
 
@@ -55,7 +60,8 @@ def main(
         str | None,
         typer.Option(
             show_default=False,
-            help=f"{command.PATTERNS_HELP} Default: contiguous,random; random with --quick or --long.",
+            help="; ".join(f"{name}: {what}" for name, what in PATTERNS.items())
+            + ". Default: contiguous,random; random with --quick or --long.",
         ),
     ] = None,
     modes: Annotated[
@@ -101,19 +107,31 @@ def main(
             help="Also measure the growth of costs, on the first link. Default: yes, but not with --long.",
         ),
     ] = None,
-    packing: Annotated[str, typer.Option(help="auto, off, gather, packed: the connector's setting.")] = "auto",
-    staging_mib: command.StagingMib = 64,
-    progress: command.ProgressThread = "calm",
-    threads: command.AgentThreads = 4,
+    packing: Annotated[Packing, typer.Option(help="The connector's setting.")] = "auto",
+    staging_mib: Annotated[int, typer.Option(min=2, help="Staging memory of P: staging_bytes.")] = 64,
+    progress: Annotated[
+        Progress,
+        typer.Option(help="NIXL's progress thread. calm: as with LAYERPUSH_CALM=1. spin: NIXL's own loop. off: none."),
+    ] = "calm",
+    threads: Annotated[int, typer.Option(min=0, help="Threads of a NIXL agent; vLLM has 4.")] = 4,
     forward_threads: Annotated[int, typer.Option(min=1, help="Threads of the matrix products, on a CPU.")] = 1,
     pin: Annotated[
         bool,
         typer.Option(help="On a CPU: bind the forward to cores of its own, P's other threads and D to the others."),
     ] = True,
-    device: command.Device = "cpu",
-    seed: command.Seed = 0,
-    corrupt: command.Corrupt = False,
-    out: command.Out = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device of the memory of both processes.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of block ids and bytes.")] = 0,
+    corrupt: Annotated[
+        bool, typer.Option("--corrupt", help="Damage one byte on D before the check: the run must fail with status 1.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="All samples as JSON. Default: a file in build/bench, or nothing with --quick.",
+        ),
+    ] = None,
 ) -> None:
     """Measure the cost of pushes for a forward pass, and the exposed part of the transfer after it.
 
@@ -142,21 +160,24 @@ def main(
 
     - sudo python -m bench.forward --links loopback,500mbit,1gbit,2gbit,5gbit,10gbit --models llama-70b-tp8 --no-growth
     """
-    console = command.console()
+    screen = console()
     if quick and long:
         raise typer.BadParameter("--quick or --long, not both")
     preset = QUICK if quick else LONG if long else DEFAULT
-    with command.checked(console):
-        device = command.one_of(device, ("cpu", "cuda"))
-        packing = command.one_of(packing, ("auto", "off", "gather", "packed"))
-        progress = command.one_of(progress, command.PROGRESS_THREADS)
+    try:
         wanted_links = links(links_, device)
         prompts = numbers(tokens) if tokens else list(preset.tokens)
         patterns = names(ids, list(PATTERNS)) if ids else list(preset.ids)
         shares = percents(cached)
         chosen = names(models, list(MODELS)) if models else list(preset.models)
         wanted_modes = names(modes, MODES)
-        command.need_cuda(device)
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except LinkError as error:
+        screen.print(str(error), style="red", markup=False)
+        raise typer.Exit(2) from error
     most_mib, step = most_mib or preset.most_mib, chunk_tokens or preset.chunk_tokens
     cases, left_out = known_cases(chosen, prompts, patterns, step, most_mib << 20, requests, shares)
     grows = preset.growth if growth is None else growth
@@ -166,9 +187,9 @@ def main(
         raise typer.BadParameter(f"every prompt has more KV than --most-mib {most_mib}; the smallest {smallest}")
     cores = of_this_machine(forward_threads) if pin and device == "cpu" else None
     if pin and device == "cpu" and cores is None:
-        console.print("The forward has no core of its own here: P and D share all cores.")
+        screen.print("The forward has no core of its own here: P and D share all cores.")
     every = [*cases, *(each.case for each in growing)]
-    settings = ForwardSettings(
+    settings = Settings(
         seed=seed,
         cache_bytes=max(case.cache_bytes for case in every),
         staging_bytes=staging_mib << 20,
@@ -179,7 +200,7 @@ def main(
         layer_s=layer_ms * 1e-3,
         forward_threads=forward_threads,
         noise_bytes=max(LEAST_NOISE, *(case.layer_bytes for case in every)),
-        packing=packing,  # type: ignore[arg-type]
+        packing=packing,
         cores=cores,
     )
     repeats = rounds or preset.rounds
@@ -188,7 +209,7 @@ def main(
     places = [*known[: len(cases)], *grown, *known[len(cases) :]]
     orders = [(link, case, Measure(case, tuple(wanted_modes), repeats)) for link, case in places]
     started_at = time.monotonic()
-    path = command.path_of(out, preset.file)
+    path = out or (None if preset.file is None else OUTPUT / preset.file)
 
     def parts(answers: Sequence[Cell]) -> tuple[list[Cell], list[tuple[Growing, Cell]], list[Line]]:
         """The known cases, the growing ones, and their lines once all cases are measured."""
@@ -199,7 +220,11 @@ def main(
 
     def body(answers: Sequence[Cell], about: Mapping[str, object]) -> dict[str, object]:
         cells, of_lines, fitted = parts(answers)
-        return command.header(settings, repeats, about, started_at) | {
+        return provenance(settings.seed, PACKAGES) | {
+            "about": about,
+            "settings": asdict(settings),
+            "rounds": repeats,
+            "seconds": round(time.monotonic() - started_at),
             "misses": report.missed(cells),
             "left_out": [asdict(case) | {"bytes": case.bytes, "memory_bytes": case.memory_bytes} for case in left_out],
             "cells": [cell.as_json() for cell in cells],
@@ -209,17 +234,17 @@ def main(
 
     unfinished = Unfinished(path, body)
     with this_thread_on(cores.others if cores else ()):  # P and D begin there, too
-        answers, about = sweep(console, "bench.forward", wire_of, orders, settings, report.line, unfinished)
+        answers, about = sweep(screen, wire_of, orders, settings, report.line, unfinished)
     cells, _, fitted = parts(answers)
-    console.print(*report.tables(cells), sep="\n")
+    screen.print(*report.tables(cells), sep="\n")
     if fitted:
-        console.print(report.growth(fitted))
+        screen.print(report.growth(fitted))
     missed = report.missed(cells)
-    console.print(*(missed or ["every figure is within its limits"]), sep="\n", markup=False)
+    screen.print(*(missed or ["every figure is within its limits"]), sep="\n", markup=False)
     if path is None:
         return
     write(path, body(answers, about))
-    console.print(f"Written: {path}; {len(left_out)} prompts above {most_mib} MiB left out")
+    screen.print(f"Written: {path}; {len(left_out)} prompts above {most_mib} MiB left out")
     unfinished.remove()
 
 

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from bench.forward.draws import PATTERNS, Draw, draw_blocks
 from bench.forward.models import BLOCK_TOKENS, MODELS
-from bench.pair.tables import PATTERNS, Draw, draw_blocks
 
 POOL_FACTOR = 1.25
 """A cache has so many times the blocks of the largest case."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from bench.forward.draws import Draw
+from bench.forward.end import Cache, settle
 from bench.forward.kv import Noise
-from bench.pair.end import Cache, settle
-from bench.pair.tables import Draw
 from layerpush_kernels import LayerTable, layer_table, scatter_blocks
 
 SIDE = {"cpu": 256, "cuda": 4096}

@@ -6,20 +6,20 @@ A script. Argument: file descriptor of its end of a socket pair with P.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 
 import torch
 
+from bench.forward.end import GONE, NOTIFICATION_POLL_S, End, by_rank, digest_of, settle, strays
 from bench.forward.kv import Noise
-from bench.forward.orders import Check, CheckCeiling, Checked, Register
-from bench.forward.settings import ForwardSettings
-from bench.pair.end import digest_of
-from bench.pair.meeting import NOTIFICATION_POLL_S, DecodeSide, run_decode
-from bench.pair.settings import POISON
-from layerpush.core.wire import Completion, Registration, encode_registration
+from bench.forward.orders import Check, CheckCeiling, Checked, CheckRest, Introduction, Register, UseCache
+from bench.forward.settings import POISON, Settings
+from layerpush.core.wire import Completion, Registration, encode_registration, read
 
 PREFILL = "P"
 COMPLETION_TIMEOUT_S = 5.0
@@ -29,54 +29,90 @@ the forward waits for D. Engines on hosts of their own do not do that.
 """
 
 
-class DecodeEnd(DecodeSide):
-    def __init__(self, prefill: Connection, settings: ForwardSettings) -> None:
+class DecodeEnd:
+    """A cache to be written to, and the check of every byte."""
+
+    def __init__(self, prefill: Connection, settings: Settings) -> None:
         if settings.cores is not None:
             os.nice(BEHIND_P)  # inherited by the threads of its agent
-        super().__init__(prefill, settings)
+        self._prefill = prefill
+        self._end = End("D", settings)
+        self._corrupts = settings.corrupt
+        self._slots: list[torch.Tensor] = []
+        self._ranks: list[list[torch.Tensor]] = []
         self._noise = Noise(settings.noise_bytes, settings.seed, self._end.device)
         self._meet(digest_of(self._noise.bytes))
         self._registrations: dict[str, Registration] = {}
         self._completions: Counter[str] = Counter()
         self._cpu_began = 0.0
 
-    def heard(self, message: object) -> None:
-        match message:
-            case Completion(request_id):
-                self._completions[request_id] += 1
-            case other:
-                raise ValueError(f"{PREFILL} sent {other}")
+    def serve(self) -> None:
+        """Serve P until it hangs up."""
+        while True:
+            self._turn()
+            if self._prefill.poll(NOTIFICATION_POLL_S):
+                answer = self._answer(self._prefill.recv())
+                settle(self._end.device)
+                self._prefill.send(answer)
 
-    def obey(self, order: object) -> Checked | str | None:
+    def _meet(self, digest: bytes) -> None:
+        """Introduce D and P to each other. Raises ``RuntimeError`` unless P has bytes with this digest, too."""
+        self._prefill.send(self._end.introduction(digest))
+        other: Introduction = self._prefill.recv()
+        if digest != other.digest:
+            raise RuntimeError("P and D were not made from the same bytes")
+        self._end.agent.add_remote_agent(other.metadata)
+
+    def _turn(self) -> None:
+        for _, payload in self._end.transport.notifications():
+            match read(payload):
+                case Completion(request_id):
+                    self._completions[request_id] += 1
+                case other:
+                    raise ValueError(f"{PREFILL} sent {other}")
+
+    def _answer(self, order: object) -> Checked | str | None:
         match order:
+            case UseCache(block_bytes, layers, ranks):
+                self._slots = self._end.cache(block_bytes, layers).slots
+                self._ranks = by_rank(self._end.memory, block_bytes, layers, ranks)
+                return None
             case Register(request_id, targets):
                 self._register(request_id, targets)
+                return None
             case Check(turn, request_ids):
                 used = time.process_time() - self._cpu_began
                 return Checked(self._check(turn, request_ids), used)
             case CheckCeiling(size):
                 return self._check_ceiling(size)
+            case CheckRest():
+                stray = strays(self._end.memory)
+                return f"{stray} bytes were written outside D's blocks" if stray else None
             case _:
                 raise ValueError(order)
-        return None
 
     def _register(self, request_id: str, targets: tuple[int, ...]) -> None:
-        registration = self._registrations[request_id] = self._needed.expect(request_id, targets)
+        registration = self._registrations[request_id] = Registration(
+            request_id=request_id,
+            decode_engine_id="D",
+            decode_host="127.0.0.1",
+            decode_port=1,
+            decode_tp_size=1,
+            local_block_ids=(targets,),
+        )
         self._end.transport.notify(PREFILL, encode_registration(registration))
         self._cpu_began = time.process_time()
 
     def _check(self, turn: int, request_ids: tuple[str, ...]) -> str | None:
-        assert self._cache is not None
         missing = self._await(request_ids)
         if missing:
             return f"not every rank got a completion for {', '.join(missing)}"
         targets = [block for name in request_ids for block in self._registrations[name].local_block_ids[0]]
-        shape = (len(targets), self._cache.slots[0].shape[1])
+        shape = (len(targets), self._slots[0].shape[1])
         size = shape[0] * shape[1]
-        expected = (self._noise.layer(turn, layer, size).view(shape) for layer in range(len(self._cache.slots)))
+        expected = (self._noise.layer(turn, layer, size).view(shape) for layer in range(len(self._slots)))
         wrong = self._wrong_bytes(targets, expected)
         for name in request_ids:
-            self._needed.forget(name)
             del self._registrations[name]
             del self._completions[name]
         return f"{wrong} bytes of D's blocks are not what the forward computed" if wrong else None
@@ -92,6 +128,22 @@ class DecodeEnd(DecodeSide):
     def _incomplete(self, request_ids: tuple[str, ...]) -> list[str]:
         return sorted(name for name in request_ids if self._completions[name] < len(self._ranks))
 
+    def _wrong_bytes(self, targets: Sequence[int], expected: Iterable[torch.Tensor]) -> int:
+        """The number of wrong bytes in these blocks, on all ranks. ``expected``: ``uint8 [blocks, block_bytes]`` for
+        each layer. Poisons the blocks.
+        """
+        places = torch.tensor(targets, device=self._end.device)
+        if self._corrupts:
+            self._ranks[-1][0][places[-1], -1] ^= 0x01
+        wrong = 0
+        for layer, whole in zip(zip(*self._ranks, strict=True), expected, strict=True):
+            for got, there in zip(layer, whole.chunk(len(layer), dim=1), strict=True):
+                here = got.index_select(0, places)
+                if not torch.equal(here, there):
+                    wrong += int((here != there).sum())
+                got.index_fill_(0, places, POISON)
+        return wrong
+
     def _check_ceiling(self, size: int) -> str | None:
         got, wanted = self._end.ring[:size], self._noise.bytes[:size]
         problem = None if torch.equal(got, wanted) else "the wire's ceiling was measured with bytes that did not arrive"
@@ -99,5 +151,16 @@ class DecodeEnd(DecodeSide):
         return problem
 
 
+def run(prefill_end: str) -> None:
+    """Serve P until it hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    prefill = Connection(int(prefill_end))
+    try:
+        settings: Settings = prefill.recv()
+        DecodeEnd(prefill, settings).serve()
+    except GONE:
+        return  # D has no work without P
+
+
 if __name__ == "__main__":
-    run_decode(DecodeEnd, sys.argv[1])
+    run(sys.argv[1])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
-from bench.pair.reach import DECODE, Reach
-from layerpush.core.push_protocol import WHOLE, ReportFailure, Segment, Write
+from bench.forward.reach import DECODE, Reach
+from layerpush.core.push_protocol import WHOLE, ReportFailure, Segment, SendFirstToken, Write
 from layerpush.core.wire import Registration, encode_completion
 from layerpush.prefill.push import Push
 from layerpush.telemetry.trace_records import WriteSums
@@ -46,7 +45,7 @@ class PairHost:
             self.all_known.set()
 
     def connect(self, push: Push, registration: Registration) -> Link:  # noqa: ARG002
-        return replace(self._reach.link, window=self._reach.window(registration))
+        return self._reach.link
 
     def take_registration(self, request_id: str) -> Registration | None:
         return self._pending.pop(request_id, None)
@@ -67,6 +66,9 @@ class PairHost:
 
     def report_failure(self, report: ReportFailure) -> None:
         self.problems.append(f"{report.registration.request_id}: {report.reason}")
+
+    def send_first_token(self, action: SendFirstToken) -> None:
+        """Does nothing: no request asks for P's token."""
 
     def ended(self, request_id: str, failure: str | None) -> None:
         if failure is not None:

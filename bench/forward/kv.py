@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.pair.end import fill_with_noise
+from bench.forward.end import fill_with_noise
 
 UNIT_BYTES = 64
 UNITS = 1 << 14

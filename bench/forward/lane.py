@@ -7,15 +7,16 @@ import math
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
+from bench.forward.end import NOTIFICATION_POLL_S
 from bench.forward.host import PairHost
 from bench.forward.queued import queued_s
-from bench.pair.meeting import NOTIFICATION_POLL_S
-from bench.pair.reach import DECODE, Reach
+from bench.forward.reach import DECODE, Reach
 from layerpush.core.config import PushMode
 from layerpush.core.push_policy import Policy
-from layerpush.core.wire import Registration, Unpacked, read
+from layerpush.core.wire import Registration, read
 from layerpush.prefill.fences import fences_for
 from layerpush.prefill.host import Identity
 from layerpush.prefill.step_events import StepEvents
@@ -27,14 +28,13 @@ from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 from layerpush.transport.base import Transport
 from layerpush.transport.nixl import NixlTransport
-from layerpush.transport.packing.strategy import PackingStrategy
 from layerpush.worker.wake import Waker
 
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 50e-3
 """Longest sleep of an engine's idle writer thread in seconds."""
-STREAMS = {"auto": True, "layer": True, "chunk": True, "request": False}
+STREAMS: Mapping[PushMode, bool] = {"auto": True, "layer": True, "chunk": True, "request": False}
 """The modes, and whether they push while prefill computes."""
 
 
@@ -63,7 +63,7 @@ class RecordingMeter(PushMeter):
 
 
 class Lane:
-    """The writer of one mode. All modes of a geometry share ``strategy``, because its costs hold for each of them."""
+    """The writer of one mode."""
 
     def __init__(
         self,
@@ -71,7 +71,6 @@ class Lane:
         reach: Reach,
         transport: Transport,
         waker: Waker,
-        strategy: PackingStrategy | None,
     ) -> None:
         layout = self.layout = reach.cache.layout
         streams = self.streams = STREAMS[mode]
@@ -79,7 +78,6 @@ class Lane:
         fences = fences_for(reach.cache.slots[0].device)
         self.step_events = StepEvents(layout.index_of, waker.wake, fences, wake_lazily=waker.wake_lazily)
         self.host = PairHost(reach, transport)
-        self.strategy = strategy if streams else None
         self.writer = PushWriter(
             Identity("P", 0),
             layout,
@@ -90,7 +88,7 @@ class Lane:
             TraceFile(None, "P", 0),
             write_timeout_s=math.inf,
             meter=self.meter,
-            strategy=self.strategy,
+            strategy=reach.strategy if streams else None,
         )
 
 
@@ -144,12 +142,10 @@ class Pusher:
         lane = self._lane
         if lane is None:
             return IDLE_POLL_S, False
-        for sender, payload in self._transport.notifications():
+        for _, payload in self._transport.notifications():
             match read(payload):
                 case Registration() as registration:
                     lane.host.registered(registration)
-                case Unpacked(number, done) if lane.strategy is not None:
-                    lane.strategy.unpacked(sender, number, done)
                 case other:
                     raise ValueError(f"{DECODE} sent {other}")
         lane.writer.turn()

@@ -4,15 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-from bench.pair.wires import CUDA_IPC, SHM, TCP, Seat, Wire
 from bench.servers.engines import Place
 from bench.servers.interrupts import Interrupts
 from bench.servers.link import check_emulation
 from bench.servers.workspace import places_of
 
-LOOPBACK = Wire("loopback", TCP.seats)
+SIDES = ("prefill", "decode")
+CUDA_IPC_TRANSPORTS = "cuda_ipc,cuda_copy,sm,tcp,self"
+"""UCX's transports between two processes that share a GPU."""
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""They may put memory into torch's expandable segments, which CUDA IPC cannot share."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of one side's process: UCX's settings, and a prefix of its command."""
+
+    environment: Mapping[str, str]
+    command_prefix: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A link by name, and the ``seats`` of P's and D's processes, by side."""
+
+    name: str
+    seats: Mapping[str, Seat] = field(repr=False)
+
+    @classmethod
+    def on_one_host(cls, name: str, transports: str) -> Wire:
+        """A link between two processes of this host. NIXL connects over ``lo``; UCX takes the fastest transport."""
+        seat = Seat({"UCX_TLS": transports, "UCX_NET_DEVICES": "lo"})
+        return cls(name, dict.fromkeys(SIDES, seat))
+
+
+SHM = Wire.on_one_host("shm", "sm,tcp,self")
+LOOPBACK = Wire.on_one_host("loopback", "tcp,self")
+CUDA_IPC = Wire.on_one_host("cuda_ipc", CUDA_IPC_TRANSPORTS)
+"""A link between two processes on one GPU."""
 REAL = {wire.name: wire for wire in (SHM, LOOPBACK, CUDA_IPC)}
 NEEDS_CUDA = {CUDA_IPC.name}
 RATE = re.compile(r"\d+(\.\d+)?(k|m|g)bit")

@@ -1,10 +1,25 @@
-"""Messages beside NIXL: from the command to P, and from P to D."""
+"""Messages beside NIXL: from the command to P, and between P and D."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from bench.forward.cases import Case
+
+
+class WrongBytesError(Exception):
+    """D's memory has wrong bytes, so the figures mean nothing."""
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """From each side to the other: its NIXL metadata and its addresses. ``digest`` is of P's bytes."""
+
+    metadata: bytes
+    memory: int
+    ring: int
+    device_id: int
+    digest: bytes
 
 
 @dataclass(frozen=True)
@@ -14,6 +29,18 @@ class Measure:
     case: Case
     modes: tuple[str, ...]
     rounds: int
+
+
+@dataclass(frozen=True)
+class UseCache:
+    """To D: from now on its memory is a cache of ``layers`` layers with blocks of ``block_bytes`` bytes.
+
+    Or it is as many caches as D has ``ranks``, one after the other, with an equal part of each block in each of them.
+    """
+
+    block_bytes: int
+    layers: int
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -48,3 +75,8 @@ class CheckCeiling:
     """To D: check that the ring begins with the first ``size`` bytes of the noise. D then poisons these bytes."""
 
     size: int
+
+
+@dataclass(frozen=True)
+class CheckRest:
+    """To D, after the last check of blocks: check the rest of the memory. The problem or None comes back."""

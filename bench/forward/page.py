@@ -78,7 +78,7 @@ def _row(cell: Mapping[str, Any], modes: list[str], early: str, beside: list[str
 
 
 def _writer_s(figures: Mapping[str, Any]) -> float:
-    return statistics.median(figures["raw"]["writer_s"])
+    return float(statistics.median(figures["raw"]["writer_s"]))
 
 
 def _cores(result: Result) -> str:

@@ -5,11 +5,14 @@ A script. Arguments: file descriptors of its ends of two socket pairs, with the 
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import astuple
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,16 +21,26 @@ from bench.forward.cases import Case
 from bench.forward.cells import OFF, Cell, Series
 from bench.forward.compute import Products, Prompts
 from bench.forward.cores import bind_this_thread, this_thread_on
+from bench.forward.draws import Draw
+from bench.forward.end import GONE, End, digest_of, settle
 from bench.forward.kv import Noise
 from bench.forward.lane import STREAMS, Lane, Pusher
 from bench.forward.models import BLOCK_TOKENS
-from bench.forward.orders import Check, CheckCeiling, Checked, Measure, Register
+from bench.forward.orders import (
+    Check,
+    CheckCeiling,
+    Checked,
+    CheckRest,
+    Introduction,
+    Measure,
+    Register,
+    UseCache,
+    WrongBytesError,
+)
 from bench.forward.queued import queued_s
-from bench.forward.settings import ForwardSettings
-from bench.pair.end import End, digest_of, settle
-from bench.pair.meeting import PrefillSide, raise_if_wrong, run_prefill
-from bench.pair.reach import DECODE, OWN, Reach
-from bench.pair.tables import Draw
+from bench.forward.reach import DECODE, OWN, Reach
+from bench.forward.settings import Settings
+from bench.ucx import of_this_process
 from layerpush.apps.tracing.intervals import union_length
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.prefill.writer import WRITE_POLL_S
@@ -45,7 +58,7 @@ class PushError(RuntimeError):
     """A push failed or did not end, so it has no figures."""
 
 
-def as_the_writer(settings: ForwardSettings) -> AbstractContextManager[None]:
+def as_the_writer(settings: Settings) -> AbstractContextManager[None]:
     """The main thread posts WRITEs of its own on the cores of the writer thread, which posts all others."""
     return this_thread_on(settings.cores.others if settings.cores else ())
 
@@ -53,22 +66,25 @@ def as_the_writer(settings: ForwardSettings) -> AbstractContextManager[None]:
 class Bench:
     """The reach and the lanes of all modes, for one geometry."""
 
-    def __init__(self, end: End, reach: Reach, pusher: Pusher, settings: ForwardSettings) -> None:
+    def __init__(self, end: End, reach: Reach, pusher: Pusher) -> None:
         self.reach = reach
-        packing = settings.packing
-        strategy = None if packing == "off" else reach.strategy(packing)
-        if strategy is not None:
-            with as_the_writer(settings):
-                reach.calibrate(strategy, WRITE_POLL_S)
-        self.lanes = {mode: Lane(mode, reach, end.transport, pusher.waker, strategy) for mode in STREAMS}
+        self.lanes: dict[str, Lane] = {mode: Lane(mode, reach, end.transport, pusher.waker) for mode in STREAMS}
 
 
-class PrefillEnd(PrefillSide):
-    def __init__(self, link: str, decode: Connection, settings: ForwardSettings) -> None:
-        super().__init__(link, decode, settings)
+class PrefillEnd:
+    """P and D have equal ``settings``."""
+
+    def __init__(self, link: str, decode: Connection, settings: Settings) -> None:
+        self._link = link
+        self._decode = decode
         self._settings = settings
+        self._end = End("P", settings)
+        self._geometry: UseCache | None = None
+        self._requests = 0
         self._noise = Noise(settings.noise_bytes, settings.seed, self._end.device)
-        self._other = self._meet(digest_of(self._noise.bytes))
+        self._other: Introduction = self._decode.recv()
+        self._decode.send(self._end.introduction(digest_of(self._noise.bytes)))
+        self._end.agent.add_remote_agent(self._other.metadata)
         self._pusher = Pusher(self._end.transport)
         bind_this_thread(settings.cores.forward if settings.cores else ())  # every thread so far is on the other cores
         torch.set_num_threads(settings.forward_threads)
@@ -94,16 +110,34 @@ class PrefillEnd(PrefillSide):
                 ceiling_s.append(ceiling)
                 for way in ways:
                     series[way].extend(taken[way])
-        self._check_rest(bench.reach.cache, f"after {case}")
+        self._check_rest(bench.reach, f"after {case}")
         return Cell(self._link, case, series, ceiling_bytes, ceiling_s)
 
+    def _ask(self, order: object) -> Any:
+        """D's answer."""
+        self._decode.send(order)
+        return self._decode.recv()
+
+    def _names(self, count: int) -> tuple[str, ...]:
+        """Ids of ``count`` new requests."""
+        self._requests += count
+        return tuple(f"request-{self._requests - index}" for index in range(count))
+
+    def _check_rest(self, reach: Reach, where: str) -> None:
+        """Check that only D's blocks were written and that P's ring is free. Raises ``WrongBytesError``."""
+        raise_if_wrong(self._ask(CheckRest()), where)
+        if not reach.ring_is_free:
+            raise WrongBytesError(f"{where}: not all spans of P's ring were given back")
+
     def _bench_for(self, case: Case) -> Bench:
-        geometry = (case.block_bytes, case.layers, case.ranks)
+        geometry = UseCache(case.block_bytes, case.layers, case.ranks)
         self._pusher.rest()
-        if self._is_new(*geometry) or self._bench is None:
+        if self._bench is None or self._geometry != geometry:
             if self._bench is not None:
                 self._bench.reach.close()
-            self._bench = Bench(self._end, Reach(self._end, self._other, *geometry), self._pusher, self._settings)
+            self._geometry = geometry
+            self._ask(geometry)
+            self._bench = Bench(self._end, Reach(self._end, self._other, *astuple(geometry)), self._pusher)
         return self._bench
 
     def _sample(
@@ -233,7 +267,7 @@ class PrefillEnd(PrefillSide):
         with as_the_writer(self._settings):
             self._write_one(min(RUN_UP_BYTES, size))
             took = self._write_one(size)
-        self._check(CheckCeiling(size), "the wire's ceiling")
+        raise_if_wrong(self._ask(CheckCeiling(size)), "the wire's ceiling")
         return took
 
     def _write_one(self, size: int) -> float:
@@ -255,5 +289,32 @@ class PrefillEnd(PrefillSide):
         return took
 
 
+def raise_if_wrong(problem: str | None, where: str) -> None:
+    """Raises ``WrongBytesError`` if D found a problem."""
+    if problem is not None:
+        raise WrongBytesError(f"{where}: {problem}")
+
+
+def run(command_end: str, decode_end: str) -> None:
+    """Answer orders until the command hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    command, decode = Connection(int(command_end)), Connection(int(decode_end))
+    try:
+        link, settings = command.recv()
+        decode.send(settings)
+        end = PrefillEnd(link, decode, settings)
+        command.send(of_this_process())
+        while True:
+            order = command.recv()
+            try:
+                command.send(end.obey(order))
+            except WrongBytesError as error:
+                command.send(error)
+    except GONE as error:
+        if command.poll(0):  # the command hung up: we are done
+            return
+        raise RuntimeError("D's process has ended") from error
+
+
 if __name__ == "__main__":
-    run_prefill(PrefillEnd, *sys.argv[1:])
+    run(*sys.argv[1:])

@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from bench.gpu.host import ROOT, HostError, check_compiler, environment, gpu_mib, missing_modules
+from bench import ROOT
+from bench.gpu.host import HostError, check_compiler, environment, gpu_mib, missing_modules
 from bench.gpu.parts import PARTS, Room, Step, TooSmallError, steps_of
 from bench.gpu.running import Ending, Ran, Runner
 from bench.provenance import provenance

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import layerpush
 from bench import ROOT
+from bench.forward.links import ALLOCATOR_VARIABLES
 from bench.gpu.parts import NEEDED_MODULES
 from bench.machine import machine
-from bench.pair.wires import ALLOCATOR_VARIABLES
 
 GROUP, PLUGIN = "vllm.general_plugins", "layerpush"
 

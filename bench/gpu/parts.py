@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.pair.wires import CUDA_IPC_TRANSPORTS
+from bench.forward.links import CUDA_IPC_TRANSPORTS
 
 PARTS = {
     "kernels": "gather and scatter: their tests on the GPU, then GB/s beside a plain copy",

@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from bench import OUTPUT
-from bench.pair.command import console
-from bench.pair.lists import names, numbers
+from bench.command import console, names, numbers
 from bench.serve.command import Choices, run_command
 from bench.serve.lineup import DEFAULT_STEP_TOKENS
 from bench.serve.plan import COMPARE, LOOPBACK, MODES, Compare, Load

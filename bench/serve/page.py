@@ -125,7 +125,7 @@ def _step(cell: Cell) -> str:
     return str(cell["max_num_batched_tokens"] or "")
 
 
-CONDITIONS = {"link": _link, "tokens a step": _step, PACE: _pace}
+CONDITIONS: Mapping[str, Callable[[Cell], str]] = {"link": _link, "tokens a step": _step, PACE: _pace}
 
 
 def _conditions(cells: Sequence[Cell]) -> tuple[dict[str, Callable[[Cell], str]], list[str]]:

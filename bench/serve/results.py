@@ -189,7 +189,8 @@ class CellResult:
         ours, one = (self.series(each, "after_prefill_ms") for each in (mode, AGGREGATED))
         if ours is None or one is None:
             return None
-        return difference_of_medians(*([float(np.median(each)) for each in series.rounds] for series in (ours, one)))
+        ours_by_round, one_by_round = ([float(np.median(each)) for each in series.rounds] for series in (ours, one))
+        return difference_of_medians(ours_by_round, one_by_round)
 
     def wrong(self, reference_of: Callable[[str], str] = lambda _: AGGREGATED) -> Iterator[Wrong]:
         """Answers that differ from those of the mode ``reference_of(mode)``, of all rounds in which it has answered."""

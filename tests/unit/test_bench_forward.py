@@ -18,13 +18,13 @@ from bench.forward.__main__ import app
 from bench.forward.cases import GROWN, LEAST, Case, growing_cases, known_cases
 from bench.forward.cells import OFF, Cell, Series
 from bench.forward.cores import Cores, split_cores
+from bench.forward.end import LOOK_BYTES, by_rank, strays
 from bench.forward.growth import COSTS, fit, lines
 from bench.forward.kv import Noise
 from bench.forward.models import SMALL, WHOLE
 from bench.forward.presets import LONG, MEMORY_SHARE, fitting_mib
 from bench.forward.queued import queued_s
-from bench.pair.end import LOOK_BYTES, by_rank, strays
-from bench.pair.settings import POISON
+from bench.forward.settings import POISON
 
 CASE = Case("llama-70b-tp8", 80, 8192, 4096, "random")
 CPU = torch.device("cpu")
@@ -316,7 +316,7 @@ def test_long_prompts_of_every_model_fit_into_24_gb() -> None:
         (["--most-mib", "1"], "the smallest"),
         (["--tokens", "0"], "positive"),
         (["--quick", "--long"], "not both"),
-        (["--packing", "zip"], "none of auto, off, gather, packed"),
+        (["--packing", "zip"], "not one of 'auto', 'off', 'gather'"),
     ],
 )
 def test_a_wrong_option_is_named(arguments: list[str], said: str) -> None:

@@ -1,4 +1,4 @@
-"""One process's side: a NIXL agent, a synthetic KV cache and a staging ring, all with our real parts."""
+"""One process's side: a NIXL agent, a synthetic KV cache, and memory beside it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ import numpy as np
 import torch
 
 from bench.calm import delay_progress_thread
-from bench.pair.settings import POISON, Settings
+from bench.forward.orders import Introduction
+from bench.forward.settings import POISON, Settings
 from layerpush.core.layout import CacheLayout, LayerSlots, Region
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport
-from layerpush.transport.packing.calibration import SCRATCH_PIECES
-from layerpush.transport.packing.memory import PIECE_BYTES
-from layerpush.transport.packing.tensor_memory import TensorStaging, staging_memory
+from layerpush.transport.packing.tensor_memory import staging_memory
 
+NOTIFICATION_POLL_S = 1e-3
+"""Poll interval of a worker's writer thread that awaits a message, in seconds."""
+GONE = (EOFError, ConnectionResetError, BrokenPipeError)
+"""Errors of a connection whose other process has ended."""
 MEMORY_TYPES = {"cpu": "DRAM", "cuda": "VRAM"}
 LOOK_BYTES = 32 << 20
-SCRATCH_BYTES = SCRATCH_PIECES * PIECE_BYTES
 
 
 class End:
-    """``memory`` becomes the KV cache of each geometry in turn, ``ring`` the staging ring. NIXL has registered both."""
+    """``memory`` becomes the KV cache of each geometry in turn. On P ``ring`` is the staging memory. The WRITE that
+    measures the wire goes from ring to ring. NIXL has registered both.
+    """
 
     def __init__(self, name: str, settings: Settings) -> None:
         torch.set_num_threads(1)
@@ -52,30 +56,27 @@ class End:
         rows = np.asarray([[base, element, device_id, every, size // every]], dtype=np.uint64)
         return self.agent.prep_xfer_dlist(agent, rows, self._memory_type)
 
+    def introduction(self, digest: bytes) -> Introduction:
+        """Metadata and addresses for the other side."""
+        metadata = self.agent.get_agent_metadata()
+        return Introduction(metadata, self.memory.data_ptr(), self.ring.data_ptr(), self.device_id, digest)
+
     def release(self, descriptors: Any) -> None:
         self.agent.release_dlist_handle(descriptors)
 
     def cache(self, block_bytes: int, layers: int) -> Cache:
-        return Cache(self.memory, self.ring, block_bytes, layers)
+        return Cache(self.memory, block_bytes, layers)
 
 
 class Cache:
-    """KV caches of ``layers`` layers in ``memory``, equal parts of it one after the other, and copies to the ring."""
+    """KV caches of ``layers`` layers in ``memory``, equal parts of it one after the other."""
 
-    def __init__(self, memory: torch.Tensor, ring: torch.Tensor, block_bytes: int, layers: int) -> None:
+    def __init__(self, memory: torch.Tensor, block_bytes: int, layers: int) -> None:
         self.blocks = memory.numel() // (block_bytes * layers)
         self.slots = shaped(memory, block_bytes, layers)
         regions = tuple(Region(slot.data_ptr(), block_bytes, self.blocks) for slot in self.slots)
         names = tuple(LayerSlots(f"layers.{index}", 0, (index,)) for index in range(layers))
         self.layout = CacheLayout(names, regions)
-        self.staging = TensorStaging(self.layout, self.slots, ring)
-        if self.staging.ring.take(SCRATCH_BYTES) is None:
-            raise ValueError(f"staging memory of {ring.numel()} bytes is too small")
-
-    @property
-    def ring_is_free(self) -> bool:
-        """Whether every span of the ring is free, except the scratch bytes."""
-        return self.staging.ring.used_bytes == SCRATCH_BYTES
 
 
 def shaped(memory: torch.Tensor, block_bytes: int, layers: int) -> list[torch.Tensor]:

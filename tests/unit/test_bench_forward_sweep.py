@@ -12,12 +12,12 @@ import pytest
 import typer
 from rich.console import Console
 
-from bench.pair import sweep as sweeping
-from bench.pair.orders import WrongBytesError
-from bench.pair.processes import PairError
-from bench.pair.settings import Settings
-from bench.pair.sweep import sweep
-from bench.pair.unfinished import Unfinished
+from bench.forward import sweep as sweeping
+from bench.forward.orders import WrongBytesError
+from bench.forward.processes import PairError
+from bench.forward.settings import Settings
+from bench.forward.sweep import sweep
+from bench.unfinished import Unfinished
 
 
 class Case:
@@ -58,7 +58,7 @@ def run(tmp_path: Path, failure: Exception | None, monkeypatch: pytest.MonkeyPat
     pair = Pair(failure, unfinished.path)
     monkeypatch.setattr(sweeping, "Pair", lambda *_: pair)
     orders: Any = [("shm", Case(), number) for number in range(3)]
-    sweep(Console(quiet=True), "bench.forward", no_wire, orders, Settings(), str, unfinished)
+    sweep(Console(quiet=True), no_wire, orders, Settings(), str, unfinished)
     return pair, unfinished
 
 

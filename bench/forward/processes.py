@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT
-from bench.pair.orders import WrongBytesError
-from bench.pair.settings import Settings
-from bench.pair.wires import ALLOCATOR_VARIABLES, Seat, Wire
+from bench.forward.links import ALLOCATOR_VARIABLES, Seat, Wire
+from bench.forward.orders import WrongBytesError
+from bench.forward.settings import Settings
 
 WATCH_S = 0.2
 STOP_TIMEOUT_S = 5.0
@@ -30,12 +30,11 @@ class PairError(RuntimeError):
 class Pair:
     """``with Pair(...) as pair:`` has two processes on ``wire``, whose output goes to files in ``logs``.
 
-    They are the modules ``prefill`` and ``decode`` of ``package``. They end with the block, and by themselves if this
+    They end with the block, and by themselves if this
     process is killed. Ctrl-C on the terminal does not reach them.
     """
 
-    def __init__(self, package: str, wire: Wire, settings: Settings, logs: Path) -> None:
-        self._package = package
+    def __init__(self, wire: Wire, settings: Settings, logs: Path) -> None:
         self._wire = wire
         self._settings = settings
         self._logs = logs
@@ -84,7 +83,7 @@ class Pair:
         seat = self._wire.seats[side]
         with self._log(side).open("wb") as log:
             self._processes[side] = subprocess.Popen(
-                [*seat.command_prefix, sys.executable, "-m", f"{self._package}.{side}", *map(str, descriptors)],
+                [*seat.command_prefix, sys.executable, "-m", f"bench.forward.{side}", *map(str, descriptors)],
                 cwd=ROOT,
                 env=_environment(seat),
                 stdin=subprocess.DEVNULL,

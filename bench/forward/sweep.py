@@ -14,13 +14,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from bench.pair.orders import WrongBytesError
-from bench.pair.processes import Pair, PairError
-from bench.pair.settings import Settings
-from bench.pair.unfinished import Unfinished
-from bench.pair.wires import Wire
+from bench.forward.links import Wire
+from bench.forward.orders import WrongBytesError
+from bench.forward.processes import Pair, PairError
+from bench.forward.settings import Settings
 from bench.servers.interrupts import Interrupted, Interrupts
 from bench.servers.link import LinkError
+from bench.unfinished import Unfinished
 
 
 class Weighted(Protocol):
@@ -36,7 +36,6 @@ WireOf = Callable[[str, Interrupts], AbstractContextManager[Wire]]
 
 def sweep(
     console: Console,
-    package: str,
     wire_of: WireOf,
     orders: Sequence[Order],
     settings: Settings,
@@ -51,7 +50,7 @@ def sweep(
     """
     try:
         with Interrupts() as interrupts:
-            return _sweep(console, package, lambda link: wire_of(link, interrupts), orders, settings, line, unfinished)
+            return _sweep(console, lambda link: wire_of(link, interrupts), orders, settings, line, unfinished)
     except Interrupted as interrupted:
         console.print(f"[yellow]{interrupted}; both processes and their link are gone, the result is not written.[/]")
         raise typer.Exit(interrupted.exit_status) from None
@@ -72,7 +71,6 @@ def time_left(waiting: Sequence[Weighted], done: Sequence[Weighted], seconds: fl
 
 def _sweep(
     console: Console,
-    package: str,
     wire_of: Callable[[str], AbstractContextManager[Wire]],
     orders: Sequence[Order],
     settings: Settings,
@@ -87,7 +85,7 @@ def _sweep(
     with tempfile.TemporaryDirectory(prefix="layerpush-") as logs, bar:
         task = bar.add_task("cases", total=len(orders), left="")
         for link, here in groupby(orders, key=lambda order: order[0]):
-            with wire_of(link) as wire, Pair(package, wire, settings, Path(logs)) as pair:
+            with wire_of(link) as wire, Pair(wire, settings, Path(logs)) as pair:
                 about[link] = pair.about
                 for _, _, order in here:
                     began = time.monotonic()

@@ -1,8 +1,18 @@
-"""Lists of a command line: ``"2,16"``, ``"shm,tcp"``. Pure."""
+"""The console of a benchmark, and the lists of its command line: ``"2,16"``, ``"shm,loopback"``."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+
+PIPE_WIDTH = 200
+
+
+def console() -> Console:
+    """A console that prints wide tables, also into a file."""
+    return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def numbers(text: str) -> list[int]:
