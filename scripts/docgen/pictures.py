@@ -1,33 +1,66 @@
-"""Pictures of the documentation: of results in ``bench/results``, and of the write schedule."""
+"""Pictures of the documentation, of results of ``python -m bench.forward``."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from bench.forward.growth import COUNTED, Line
 from bench.markdown import Result
-from scripts.docgen import growth, lengths, schedule
 
 ROOT = Path(__file__).parents[2]
 HASH_SALT = "layerpush"
+PANEL_INCHES = (5.2, 3.9)
+COLOURS = {"auto": "#b0127b", "layer": "#d9541e", "chunk": "#f2b134", "request": "#4c9fd4"}
+BAND = (10, 90)
+DIGITS = 6
+"""Digits of a slope after the point: a sum of floating-point numbers that should be 0 is shown as 0."""
+GROWN = ("WRITEs", "writer's processor time", "exposed")
 
 
 def exposed(path: Path) -> None:
-    """Exposed time by prompt length: a panel for each model."""
-    lengths.draw(_result("long.json"), path, "Exposed time by prompt length")
+    """Exposed time by prompt length: a panel for each model. Two panels share a row; each mode has a line."""
+    cells = _result("long.json")["cells"]
+    panels: dict[str, list[Mapping[str, Any]]] = {}
+    for cell in cells:
+        panels.setdefault(f"{cell['link']}, {cell['model']}, {cell['ids']} blocks", []).append(cell)
+    with _figure(-(-len(panels) // 2), 2, path, "Exposed time by prompt length") as grid:
+        for panel, where in zip_longest(grid.flat, panels):
+            if where is None:
+                panel.set_axis_off()
+                continue
+            _exposed(panel, sorted(panels[where], key=lambda cell: cell["tokens"]))
+            panel.set_title(f"{where}: exposed after prefill", loc="left", fontsize="medium")
+        grid[0][0].legend(fontsize="small")
 
 
 def growing(path: Path) -> None:
-    """Growth of a forward's costs: a column for each thing that grew."""
-    growth.draw(growth.lines_of(_result("forward.json")), path, "Growth of costs")
+    """Growth of a forward's costs: a column for each thing that grew, a row for each cost, a line for each mode."""
+    lines = [Line(**line) for line in _result("forward.json")["lines"]]
+    every = list(dict.fromkeys(line.what for line in lines))
+    with _figure(len(GROWN), len(every), path, "Growth of costs") as grid:
+        for row, cost in zip(grid, GROWN, strict=True):
+            for panel, what in zip(row, every, strict=True):
+                for line in lines:
+                    if (line.cost, line.what) == (cost, what):
+                        _line(panel, line)
+                panel.set(xlabel=what, ylabel=cost if cost in COUNTED else f"{cost}, milliseconds", ylim=(0, None))
+                panel.set_xticks(sorted({value for line in lines if line.what == what for value in line.values}))
+                panel.grid(alpha=0.25)
+                panel.spines[["top", "right"]].set_visible(False)
+                panel.legend(fontsize="small", title=f"for one {what.removesuffix('s')} more", title_fontsize="small")
 
 
 PICTURES: Mapping[Path, Callable[[Path], None]] = {
     ROOT / "docs/exposed-by-length.svg": exposed,
     ROOT / "docs/growth.svg": growing,
-    ROOT / "docs/design/schedule.svg": schedule.draw,
 }
 
 
@@ -40,6 +73,56 @@ def render(draw: Callable[[Path], None]) -> str:
         with mpl.rc_context({"svg.hashsalt": HASH_SALT, "svg.fonttype": "none"}):
             draw(path)
         return path.read_text()
+
+
+def _exposed(panel: Any, cells: Sequence[Mapping[str, Any]]) -> None:
+    """Medians as lines; four fifths of the samples as bands."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+
+    lengths = [cell["tokens"] for cell in cells]
+    for mode in cells[0]["modes"]:
+        samples = [[1e3 * each for each in cell["modes"][mode]["raw"]["exposed_s"]] for cell in cells]
+        medians = [float(np.median(each)) for each in samples]
+        panel.plot(lengths, medians, "o-", color=COLOURS[mode], label=mode, ms=4, lw=1.4)
+        low, high = ([float(np.percentile(each, share)) for each in samples] for share in BAND)
+        panel.fill_between(lengths, low, high, color=COLOURS[mode], alpha=0.15, lw=0)
+    panel.set_xscale("log")
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
+    panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.set_xlabel("prompt tokens")
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.set_ylabel("milliseconds")
+    panel.set_ylim(bottom=0)
+
+
+def _line(panel: Any, line: Line) -> None:
+    """Measured figures as points, with the straight line through them and its slope."""
+    factor, unit, colour = *((1.0, "") if line.cost in COUNTED else (1e3, " ms")), COLOURS[line.mode]
+    ends = (min(line.values), max(line.values))
+    panel.plot(line.values, [factor * each for each in line.figures], "o", color=colour, ms=4)
+    heights = [factor * (line.intercept + line.slope * end) for end in ends]
+    slope = round(factor * line.slope, DIGITS) + 0.0  # no -0
+    panel.plot(ends, heights, color=colour, lw=1.4, label=f"{line.mode} {slope:+.2g}{unit}")
+
+
+@contextmanager
+def _figure(rows: int, columns: int, path: Path, title: str) -> Iterator[Any]:
+    """A grid of panels, ``grid[row][column]``. The file has no date: equal panels make equal files."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    size = (columns * PANEL_INCHES[0], rows * PANEL_INCHES[1] + 0.4)
+    picture, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    try:
+        yield grid
+        picture.suptitle(title, x=0.01, ha="left", fontsize="large")
+        picture.savefig(path, metadata={"Date": None, "Creator": None})
+    finally:
+        plt.close(picture)
 
 
 def _result(name: str) -> Result:

@@ -24,7 +24,6 @@ from scripts.docgen import (
     protocol,
     soakrun,
     versions,
-    zoo,
 )
 from scripts.docgen.markers import fill
 
@@ -83,7 +82,6 @@ SECTIONS: Mapping[str, Section] = {
     "proxy-options": Section((PROXY,), lambda _: options.proxy()),
     "unhooked-layers": Section((COMPATIBILITY,), hooks.layers),
     "versions": Section((COMPATIBILITY,), versions.tables),
-    "zoo": Section((COMPATIBILITY,), lambda _: zoo.architectures()),
     "contributing": Section((CONTRIBUTING,), contributing.page),
 }
 

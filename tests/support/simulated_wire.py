@@ -16,10 +16,6 @@ def by_layer(_: Speeds, __: Progress) -> int:
     return 0
 
 
-def by_chunk(_: Speeds, progress: Progress) -> int:
-    return progress.layers - progress.ready
-
-
 @dataclass(frozen=True)
 class Case:
     """``load`` is the time of a layer's transfer divided by that of its computation. The last chunk of several is

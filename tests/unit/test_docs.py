@@ -27,6 +27,7 @@ from layerpush.telemetry.trace_records import (
 from scripts.docgen import messages, pictures, protocol, versions
 from scripts.docgen.markers import MarkerError, fill
 from scripts.docgen.sections import pages, updated
+from tests.e2e.zoo import FAMILIES
 from tests.quotes import blank, is_said, ours
 
 ROOT = Path(__file__).parents[2]
@@ -164,6 +165,17 @@ def test_the_configuration_page_names_vllms_keys_and_our_variable() -> None:
     page = (ROOT / "docs/configuration.md").read_text()
     part = page.split("## vLLM's keys")[1].split("Other fields")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)) == UPSTREAM_KEYS
+
+
+def test_the_compatibility_page_lists_the_architectures_of_the_zoo() -> None:
+    page, test = (ROOT / "docs/compatibility.md").read_text(), "`tests/e2e/test_zoo.py`"
+    rows = [
+        f"| `{name}` | {family.attention} | by layer{'; states at the end' if family.states else ''} "
+        f"| {test}{'' if family.tokens else ': KV, not tokens'} |"
+        for name, family in sorted(FAMILIES.items())
+    ]
+    listed = page.split("| architecture | layers | behaviour | tested by |\n")[1].split("\n\n")[0]
+    assert listed.splitlines()[1:] == rows
 
 
 BAD_SETTINGS: tuple[dict[str, object], ...] = (
