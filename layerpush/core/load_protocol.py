@@ -4,8 +4,9 @@ A decode engine (D) registers a request with a prefill engine (P), and P's ranks
 P rank that was sent the registration is an *agent*: the NIXL agent of one process. An agent may write until it has
 its ``FinalStatus``. The blocks belong to D's engine again when no agent may write.
 
-``TRANSITIONS`` lists every event that a state accepts, and every state that it may lead to. ``load_session`` runs on
-this table, and the documentation is drawn from it.
+``TRANSITIONS`` lists every event that changes something in a state, and every state that it may lead to. ``IGNORED``
+lists the events that a state accepts without effect. ``load_session`` runs on these tables, and the documentation is
+drawn from the first.
 """
 
 from __future__ import annotations
@@ -205,13 +206,12 @@ S = State
 TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     S.REGISTERING: {
         Registered: {S.WAITING}, RegistrationFailed: {S.CLOSED}, Aborted: {S.CLOSED}, TimedOut: {S.CLOSED},
-        GaveWay: {S.REGISTERING},
     },
     S.WAITING: {
         Completed: {S.WAITING, S.LOADED, S.CLOSED}, Failed: {S.WAITING, S.CANCELLING, S.CLOSED},
         Cancelled: {S.WAITING, S.CANCELLING, S.CLOSED}, Gone: {S.WAITING, S.CANCELLING, S.CLOSED},
         Silent: {S.WAITING, S.CANCELLING}, Aborted: {S.ABORTING, S.CLOSED}, TimedOut: {S.CANCELLING, S.CLOSED},
-        Tick: {S.WAITING}, TokenPromised: {S.WAITING}, TokenArrived: {S.WAITING}, Unregistered: {S.WAITING},
+        TokenPromised: {S.WAITING}, TokenArrived: {S.WAITING}, Unregistered: {S.WAITING},
         GaveWay: {S.UNREGISTERING, S.CLOSED},
     },
     S.UNREGISTERING: {
@@ -219,31 +219,34 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
         Cancelled: {S.UNREGISTERING, S.CANCELLING, S.CLOSED}, Gone: {S.UNREGISTERING, S.CANCELLING, S.CLOSED},
         Silent: {S.UNREGISTERING, S.CANCELLING}, Aborted: {S.ABORTING}, TimedOut: {S.CANCELLING},
         Tick: {S.UNREGISTERING}, TokenPromised: {S.UNREGISTERING}, TokenArrived: {S.UNREGISTERING},
-        Unregistered: {S.UNREGISTERING, S.CLOSED}, GaveWay: {S.UNREGISTERING},
+        Unregistered: {S.UNREGISTERING, S.CLOSED},
     },
-    S.LOADED: {
-        TokenPromised: {S.LOADED}, TokenArrived: {S.LOADED, S.CLOSED}, Tick: {S.LOADED, S.CLOSED}, Aborted: {S.CLOSED},
-        Completed: {S.LOADED}, Failed: {S.LOADED}, Cancelled: {S.LOADED}, Gone: {S.LOADED}, Silent: {S.LOADED},
-        TimedOut: {S.LOADED},
-        Unregistered: {S.LOADED}, GaveWay: {S.LOADED},
-    },
+    S.LOADED: {TokenArrived: {S.LOADED, S.CLOSED}, Tick: {S.LOADED, S.CLOSED}, Aborted: {S.CLOSED}},
     S.CANCELLING: {
         Completed: {S.CANCELLING, S.CLOSED}, Failed: {S.CANCELLING, S.CLOSED}, Cancelled: {S.CANCELLING, S.CLOSED},
-        Gone: {S.CANCELLING, S.CLOSED}, Silent: {S.CANCELLING}, Aborted: {S.ABORTING}, TimedOut: {S.CANCELLING},
-        Tick: {S.CANCELLING, S.PARKED}, TokenPromised: {S.CANCELLING}, TokenArrived: {S.CANCELLING},
-        Unregistered: {S.CANCELLING}, GaveWay: {S.CANCELLING},
+        Gone: {S.CANCELLING, S.CLOSED}, Aborted: {S.ABORTING}, Tick: {S.CANCELLING, S.PARKED},
+        TokenPromised: {S.CANCELLING}, TokenArrived: {S.CANCELLING},
     },
     S.ABORTING: {
         Completed: {S.ABORTING, S.CLOSED}, Failed: {S.ABORTING, S.CLOSED}, Cancelled: {S.ABORTING, S.CLOSED},
-        Gone: {S.ABORTING, S.CLOSED}, Silent: {S.ABORTING}, Aborted: {S.ABORTING}, TimedOut: {S.ABORTING},
-        Tick: {S.ABORTING}, TokenPromised: {S.ABORTING}, TokenArrived: {S.ABORTING},
-        Unregistered: {S.ABORTING}, GaveWay: {S.ABORTING},
+        Gone: {S.ABORTING, S.CLOSED}, Tick: {S.ABORTING},
     },
     S.PARKED: {
         Completed: {S.PARKED, S.CLOSED}, Failed: {S.PARKED, S.CLOSED}, Cancelled: {S.PARKED, S.CLOSED},
-        Gone: {S.PARKED, S.CLOSED}, Silent: {S.PARKED}, Aborted: {S.PARKED}, TimedOut: {S.PARKED}, Tick: {S.PARKED},
-        TokenPromised: {S.PARKED}, TokenArrived: {S.PARKED},
-        Unregistered: {S.PARKED}, GaveWay: {S.PARKED},
+        Gone: {S.PARKED, S.CLOSED}, Tick: {S.PARKED},
     },
     S.CLOSED: {},
 }  # fmt: skip
+
+_HAS_FAILED = {Silent, TimedOut, Unregistered, GaveWay}
+_IS_REPORTED = {*_HAS_FAILED, Aborted, TokenPromised, TokenArrived}
+
+IGNORED: Mapping[State, set[type[Event]]] = {
+    S.REGISTERING: {GaveWay},
+    S.WAITING: {Tick},
+    S.UNREGISTERING: {GaveWay},
+    S.LOADED: {*_HAS_FAILED, TokenPromised, Completed, Failed, Cancelled, Gone},
+    S.CANCELLING: _HAS_FAILED,
+    S.ABORTING: _IS_REPORTED,
+    S.PARKED: _IS_REPORTED,
+}

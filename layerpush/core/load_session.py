@@ -1,8 +1,8 @@
 """One load on one decode rank as a state machine: ``(state, event, now) -> state, actions``. No I/O, no clock.
 
-A session follows one request from its registration until no prefill rank can write into its blocks. The table in
-``load_protocol`` has the events that each state accepts and the states that they may lead to. Any other event or next
-state raises ``IllegalTransitionError``.
+A session follows one request from its registration until no prefill rank can write into its blocks. The tables
+in ``load_protocol`` have the events that each state accepts and the states that they may lead to. Any other event or
+next state raises ``IllegalTransitionError``.
 
     REGISTERING   D connects and sends the registration
     WAITING       agents may write; the load is wanted
@@ -33,6 +33,7 @@ from typing import ClassVar
 from layerpush.core import load_protocol
 from layerpush.core.first_token import Missing
 from layerpush.core.load_protocol import (
+    IGNORED,
     TRANSITIONS,
     Action,
     Cancel,
@@ -66,6 +67,7 @@ class LoadSession(Machine[State, Event, Action]):
     """
 
     TRANSITIONS: ClassVar = TRANSITIONS
+    IGNORED: ClassVar = IGNORED
 
     def __init__(self, request_id: str, cancel_timeout_s: float) -> None:
         super().__init__(request_id, State.REGISTERING)
@@ -109,48 +111,46 @@ class LoadSession(Machine[State, Event, Action]):
     def _is_over(self) -> bool:
         return self._complete or not self.open_agents
 
-    def _on_registered(self, event: load_protocol.Registered, _: float, __: list[Action]) -> State:
+    def _on_registered(self, event: load_protocol.Registered, _: list[Action]) -> State:
         if not event.agents:
             raise IllegalTransitionError(f"{self.request_id}: registered with nobody")
         self.agents = event.agents
         return S.WAITING
 
-    def _on_completed(self, event: load_protocol.Completed, now: float, actions: list[Action]) -> State:
+    def _on_completed(self, event: load_protocol.Completed, actions: list[Action]) -> State:
         if event.agent in self.open_agents:
             self._needed = max(self._needed, event.needed)
-        return self._settle(event.agent, FinalStatus.LANDED, None, now, actions)
+        return self._settle(event.agent, FinalStatus.LANDED, None, actions)
 
-    def _on_token_promised(self, event: load_protocol.TokenPromised, _: float, __: list[Action]) -> State:
+    def _on_token_promised(self, event: load_protocol.TokenPromised, _: list[Action]) -> State:
         if event.agent in self.agents and self.first_token == "not_promised":
             self.first_token = "late"
         return self.state
 
-    def _on_token_arrived(self, event: load_protocol.TokenArrived, _: float, actions: list[Action]) -> State:
+    def _on_token_arrived(self, event: load_protocol.TokenArrived, actions: list[Action]) -> State:
         if event.agent not in self.agents:
             return self.state
         if not isinstance(self.first_token, int):
             self.first_token = "other_sampling" if event.token is None else event.token
         return self._close(None, actions) if self.state is S.LOADED else self.state
 
-    def _on_failed(self, event: load_protocol.Failed, now: float, actions: list[Action]) -> State:
+    def _on_failed(self, event: load_protocol.Failed, actions: list[Action]) -> State:
         if event.drained:
-            return self._settle(event.agent, FinalStatus.FAILED, event.reason, now, actions)
-        return self._fail(event.reason, now, actions) if event.agent in self.open_agents else self.state
+            return self._settle(event.agent, FinalStatus.FAILED, event.reason, actions)
+        return self._fail(event.reason, actions) if event.agent in self.open_agents else self.state
 
-    def _on_cancelled(self, event: load_protocol.Cancelled, now: float, actions: list[Action]) -> State:
+    def _on_cancelled(self, event: load_protocol.Cancelled, actions: list[Action]) -> State:
         cause = f"agent {event.agent} cancelled the push"
-        return self._settle(event.agent, FinalStatus.CANCELLED, cause, now, actions)
+        return self._settle(event.agent, FinalStatus.CANCELLED, cause, actions)
 
-    def _on_gave_way(self, _: load_protocol.GaveWay, now: float, actions: list[Action]) -> State:
-        if self.state is not S.WAITING:
-            return self.state
+    def _on_gave_way(self, _: load_protocol.GaveWay, actions: list[Action]) -> State:
         if not self.open_agents:
             return self._unregistered(actions)
-        self._ask(now, actions, S.UNREGISTERING)
+        self._ask(actions, S.UNREGISTERING)
         return S.UNREGISTERING
 
-    def _on_unregistered(self, event: load_protocol.Unregistered, _: float, actions: list[Action]) -> State:
-        if self.state not in (S.WAITING, S.UNREGISTERING) or event.agent not in self.open_agents:
+    def _on_unregistered(self, event: load_protocol.Unregistered, actions: list[Action]) -> State:
+        if event.agent not in self.open_agents:
             return self.state
         self.statuses[event.agent] = FinalStatus.UNREGISTERED  # in WAITING another rank of this engine was faster
         return self.state if self.state is S.WAITING or self.open_agents else self._unregistered(actions)
@@ -162,63 +162,57 @@ class LoadSession(Machine[State, Event, Action]):
         actions.append(ReportUnregistered())
         return S.CLOSED
 
-    def _on_gone(self, event: load_protocol.Gone, now: float, actions: list[Action]) -> State:
-        return self._settle(event.agent, FinalStatus.GONE, event.reason, now, actions)
+    def _on_gone(self, event: load_protocol.Gone, actions: list[Action]) -> State:
+        return self._settle(event.agent, FinalStatus.GONE, event.reason, actions)
 
-    def _on_silent(self, event: load_protocol.Silent, now: float, actions: list[Action]) -> State:
-        return self._fail(event.reason, now, actions) if event.agent in self.open_agents else self.state
+    def _on_silent(self, event: load_protocol.Silent, actions: list[Action]) -> State:
+        return self._fail(event.reason, actions) if event.agent in self.open_agents else self.state
 
-    def _on_aborted(self, event: load_protocol.Aborted, now: float, actions: list[Action]) -> State:
+    def _on_aborted(self, event: load_protocol.Aborted, actions: list[Action]) -> State:
         if self.state in (S.REGISTERING, S.LOADED) or not self.open_agents:
             self.cause = event.reason
             actions.append(ReportAborted(event.reason))
             return S.CLOSED
-        self._fail(event.reason, now, actions)
-        return S.PARKED if self.state is S.PARKED else S.ABORTING
+        self._fail(event.reason, actions)
+        return S.ABORTING
 
     def _on_reason(
-        self, event: load_protocol.RegistrationFailed | load_protocol.TimedOut, now: float, actions: list[Action]
+        self, event: load_protocol.RegistrationFailed | load_protocol.TimedOut, actions: list[Action]
     ) -> State:
-        return self._fail(event.reason, now, actions)
+        return self._fail(event.reason, actions)
 
-    def _on_tick(self, _: load_protocol.Tick, now: float, actions: list[Action]) -> State:
-        if self.state is S.WAITING:
-            return self.state
+    def _on_tick(self, _: load_protocol.Tick, actions: list[Action]) -> State:
         if self.state is S.LOADED:
-            return self._close(None, actions) if now >= self._token_until else self.state
-        if now >= self._asked_at + self._retry_s:
+            return self._close(None, actions) if self.now >= self._token_until else self.state
+        if self.now >= self._asked_at + self._retry_s:
             self._retry_s = max(self._retry_s, min(2 * self._retry_s, self._cancel_timeout_s))
-            self._ask(now, actions, self.state)
-        if self.state is S.CANCELLING and now >= self._park_at:
+            self._ask(actions, self.state)
+        if self.state is S.CANCELLING and self.now >= self._park_at:
             actions.append(Park(self.cause or ""))
             return S.PARKED
         return self.state
 
-    def _settle(self, agent: str, status: FinalStatus, cause: str | None, now: float, actions: list[Action]) -> State:
+    def _settle(self, agent: str, status: FinalStatus, cause: str | None, actions: list[Action]) -> State:
         """Note an agent's final status; ``cause`` is the reason of a failure, or None."""
         if agent not in self.open_agents:
             return self.state
         self.statuses[agent] = status
-        if self.state is S.LOADED:
-            return self.state
         if self.state in (S.WAITING, S.UNREGISTERING) and self._complete and self.first_token == "late":
-            self._token_until = now + TOKEN_WAIT_S
+            self._token_until = self.now + TOKEN_WAIT_S
             return S.LOADED
         if self._is_over:
             return self._close(cause, actions)
-        return self.state if cause is None else self._fail(cause, now, actions)
+        return self.state if cause is None else self._fail(cause, actions)
 
-    def _fail(self, cause: str, now: float, actions: list[Action]) -> State:
+    def _fail(self, cause: str, actions: list[Action]) -> State:
         """The load cannot succeed any more. The agents that may write are asked to stop, unless they were asked."""
-        if self.state is S.LOADED:
-            return self.state
         self.cause = self.cause or cause
         if self.state is S.REGISTERING or not self.open_agents:
             return self._close(cause, actions)
         if self.state not in (S.WAITING, S.UNREGISTERING):
             return self.state
-        self._park_at = now + self._cancel_timeout_s
-        self._ask(now, actions, S.CANCELLING)
+        self._park_at = self.now + self._cancel_timeout_s
+        self._ask(actions, S.CANCELLING)
         return S.CANCELLING
 
     def _close(self, cause: str | None, actions: list[Action]) -> State:
@@ -234,8 +228,8 @@ class LoadSession(Machine[State, Event, Action]):
             actions.append(ReportFailed(self.cause))
         return S.CLOSED
 
-    def _ask(self, now: float, actions: list[Action], state: State) -> None:
-        self._asked_at = now
+    def _ask(self, actions: list[Action], state: State) -> None:
+        self._asked_at = self.now
         agents = tuple(sorted(self.open_agents))
         actions.append(Unregister(agents) if state is S.UNREGISTERING else Cancel(agents))
 

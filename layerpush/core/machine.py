@@ -19,34 +19,41 @@ class IllegalTransitionError(AssertionError):
 
 
 class Machine(Generic[State, Event, Action]):
-    """``TRANSITIONS`` has, for each state, the types of events that it accepts, and the states that each may lead to.
-    ``HANDLERS`` has a method for each type of event. It takes the event, the other arguments of ``handle``, and a list
-    to which it adds actions. It returns the next state.
+    """``TRANSITIONS`` has, for each state, the types of events that change something, and the states that each may lead
+    to. ``IGNORED`` has the types that a state accepts and that change nothing. ``HANDLERS`` has a method for each type
+    of event. It takes the event and a list to which it adds actions. It returns the next state. ``now`` is the time of
+    the last event.
     """
 
     TRANSITIONS: ClassVar[Mapping[Any, Mapping[type, set[Any]]]]
+    IGNORED: ClassVar[Mapping[Any, set[type]]]
     HANDLERS: ClassVar[Mapping[type, Callable[..., Any]]]
 
     def __init__(self, request_id: str, state: State) -> None:
         self.request_id = request_id
         self.state = state
+        self.now = 0.0
 
-    def handle(self, event: Event, *when: float) -> list[Action]:
-        """Apply one event, ``when`` in seconds where the machine has deadlines. Raises ``IllegalTransitionError``, or
-        an exception of the event's handler; both leave the state as it was.
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Apply one event, at ``now`` in seconds of the caller's clock. Raises ``IllegalTransitionError``, or an
+        exception of the event's handler; both leave the state as it was.
         """
-        allowed = self.TRANSITIONS[self.state].get(type(event))
+        kind = type(event)
+        allowed = self.TRANSITIONS[self.state].get(kind)
         if allowed is None:
-            raise IllegalTransitionError(f"{self.request_id}: {type(event).__name__} while {self.state.name}")
+            if self.accepts(kind):
+                return []
+            raise IllegalTransitionError(f"{self.request_id}: {kind.__name__} while {self.state.name}")
+        self.now = now
         actions: list[Action] = []
-        state = self.HANDLERS[type(event)](self, event, *when, actions)
+        state = self.HANDLERS[kind](self, event, actions)
         if state not in allowed:
             raise IllegalTransitionError(
-                f"{self.request_id}: {type(event).__name__} led from {self.state.name} to {state.name}"
+                f"{self.request_id}: {kind.__name__} led from {self.state.name} to {state.name}"
             )
         self.state = state
         return actions
 
     def accepts(self, event: type[Event]) -> bool:
-        """Whether the current state accepts events of this type."""
-        return event in self.TRANSITIONS[self.state]
+        """Whether the current state accepts events of this type, if only to ignore them."""
+        return event in self.TRANSITIONS[self.state] or event in self.IGNORED.get(self.state, ())

@@ -1,7 +1,8 @@
 """The protocol of one push: its states, its events, its actions.
 
-``TRANSITIONS`` lists every event that a state accepts, and every state that it may lead to. ``push_session`` runs on
-this table, and docs/design/protocol.md is drawn from it.
+``TRANSITIONS`` lists every event that changes something in a state, and every state that it may lead to. ``IGNORED``
+lists the events that a state accepts without effect. ``push_session`` runs on these tables, and
+docs/design/protocol.md is drawn from the first.
 """
 
 from __future__ import annotations
@@ -270,16 +271,14 @@ _GIVEN_UP = {S.ABANDONED, S.CLOSED}
 
 TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     S.WAITING: {
-        Planned: {S.WAITING}, Ready: {S.WAITING}, PostReady: {S.WAITING}, Preempted: {S.WAITING},
-        Rewound: {S.WAITING}, Accepted: {S.WAITING},
+        Planned: {S.WAITING}, Ready: {S.WAITING}, Preempted: {S.WAITING}, Rewound: {S.WAITING}, Accepted: {S.WAITING},
         Registered: {S.CONNECTING, S.DEFERRED}, Finished: {S.DELEGATED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
         Failed: {S.ABANDONED},
     },
     S.CONNECTING: {
-        Planned: {S.CONNECTING}, Ready: {S.CONNECTING}, PostReady: {S.CONNECTING}, Preempted: {S.CONNECTING},
-        Rewound: {S.CONNECTING}, Accepted: {S.CONNECTING},
-        Connected: {S.STREAMING}, Refused: {S.DEFERRED, S.DELEGATED}, Failed: _GIVEN_UP, CancelledByD: _GIVEN_UP,
-        Finished: {S.CONNECTING}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
+        Planned: {S.CONNECTING}, Ready: {S.CONNECTING}, Preempted: {S.CONNECTING}, Rewound: {S.CONNECTING},
+        Accepted: {S.CONNECTING}, Connected: {S.STREAMING}, Refused: {S.DEFERRED, S.DELEGATED}, Failed: _GIVEN_UP,
+        CancelledByD: _GIVEN_UP, Finished: {S.CONNECTING}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.STREAMING: {
         Planned: {S.STREAMING, S.REWINDING}, Ready: {S.STREAMING},
@@ -289,10 +288,9 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
         Aborted: _DROPPED, LeaseExpired: _DROPPED,
     },
     S.REWINDING: {
-        Planned: {S.REWINDING}, Ready: {S.REWINDING}, PostReady: {S.REWINDING}, Preempted: {S.REWINDING},
-        Rewound: {S.REWINDING}, Accepted: {S.REWINDING},
-        Landed: {S.REWINDING, S.STREAMING}, Lost: _ANY_ENDING, Failed: {S.DRAINING}, CancelledByD: {S.DRAINING},
-        Finished: {S.REWINDING}, Aborted: {S.DRAINING}, LeaseExpired: {S.DRAINING},
+        Planned: {S.REWINDING}, Ready: {S.REWINDING}, Preempted: {S.REWINDING}, Rewound: {S.REWINDING},
+        Accepted: {S.REWINDING}, Landed: {S.REWINDING, S.STREAMING}, Lost: _ANY_ENDING, Failed: {S.DRAINING},
+        CancelledByD: {S.DRAINING}, Finished: {S.REWINDING}, Aborted: {S.DRAINING}, LeaseExpired: {S.DRAINING},
     },
     S.UNCONFIRMED: {
         Accepted: {S.NOTIFYING}, Finished: {S.NOTIFYING},
@@ -304,30 +302,34 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
         Preempted: {S.STREAMING}, Rewound: {S.STREAMING}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.NOTIFIED: {
-        Planned: {S.NOTIFIED}, Ready: {S.NOTIFIED}, PostReady: {S.NOTIFIED}, Preempted: {S.NOTIFIED},
-        Rewound: {S.NOTIFIED}, Finished: {S.CLOSED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
+        Planned: {S.NOTIFIED}, Preempted: {S.NOTIFIED}, Rewound: {S.NOTIFIED},
+        Finished: {S.CLOSED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.DEFERRED: {
-        Planned: {S.DEFERRED}, Ready: {S.DEFERRED}, PostReady: {S.DEFERRED}, Preempted: {S.DEFERRED},
-        Rewound: {S.DEFERRED}, Finished: {S.DELEGATED}, Failed: {S.ABANDONED}, CancelledByD: {S.ABANDONED},
+        Finished: {S.DELEGATED}, Failed: {S.ABANDONED}, CancelledByD: {S.ABANDONED},
         Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.DELEGATED: {
-        Ready: {S.DELEGATED}, PostReady: {S.DELEGATED}, Registered: {S.DELEGATED}, WholePosted: {S.WRITING_WHOLE},
-        Failed: {S.CLOSED}, CancelledByD: {S.CLOSED}, LeaseExpired: {S.CLOSED}, Aborted: {S.CLOSED},
+        Registered: {S.DELEGATED}, WholePosted: {S.WRITING_WHOLE}, Failed: {S.CLOSED}, CancelledByD: {S.CLOSED},
+        LeaseExpired: {S.CLOSED}, Aborted: {S.CLOSED},
     },
     S.WRITING_WHOLE: {
         WholePosted: {S.WRITING_WHOLE}, Landed: {S.CLOSED}, Lost: {S.CLOSED}, Failed: {S.DRAINING},
         CancelledByD: {S.DRAINING}, LeaseExpired: {S.DRAINING}, Aborted: {S.DRAINING},
     },
     S.DRAINING: {
-        Planned: {S.DRAINING}, Ready: {S.DRAINING}, PostReady: {S.DRAINING}, Preempted: {S.DRAINING},
-        Rewound: {S.DRAINING}, Landed: _ANY_ENDING, Lost: _ANY_ENDING, Failed: {S.DRAINING},
+        Landed: _ANY_ENDING, Lost: _ANY_ENDING,
         CancelledByD: {S.DRAINING}, Finished: {S.DRAINING}, Aborted: {S.DRAINING}, LeaseExpired: {S.DRAINING},
     },
-    S.ABANDONED: {
-        Planned: {S.ABANDONED}, Ready: {S.ABANDONED}, PostReady: {S.ABANDONED}, Preempted: {S.ABANDONED},
-        Rewound: {S.ABANDONED}, Finished: {S.CLOSED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
-    },
+    S.ABANDONED: {Finished: {S.CLOSED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED}},
     S.CLOSED: {},
 }  # fmt: skip
+
+_PREFILL_GOES_ON = {Planned, Ready, Preempted, Rewound}
+
+IGNORED: Mapping[State, set[type[Event]]] = {
+    S.NOTIFIED: {Ready},
+    S.DEFERRED: _PREFILL_GOES_ON,
+    S.DRAINING: {*_PREFILL_GOES_ON, Failed},
+    S.ABANDONED: _PREFILL_GOES_ON,
+}

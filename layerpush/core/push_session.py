@@ -2,7 +2,7 @@
 
 A session follows one request on one prefill rank, from its first planned chunk until D knows the outcome and the
 scheduler has released the request. Only ``Push`` calls it. Only the session writes its fields.
-The table in ``push_protocol`` has the events that each state accepts.
+The tables in ``push_protocol`` have the events that each state accepts.
 
 Four phases, in the order of a push that goes well:
 
@@ -43,6 +43,7 @@ from layerpush.core.first_token import Sampled
 from layerpush.core.machine import IllegalTransitionError, Machine
 from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import (
+    IGNORED,
     TRANSITIONS,
     WHOLE,
     Action,
@@ -69,6 +70,7 @@ class PushSession(Machine[State, Event, Action]):
     """See the module's text. ``layer_groups`` and ``layer_bytes`` hold each layer's KV cache group and block size."""
 
     TRANSITIONS: ClassVar = TRANSITIONS
+    IGNORED: ClassVar = IGNORED
 
     def __init__(
         self, request_id: str, layer_groups: Sequence[int], layer_bytes: Sequence[int], policy: Policy
@@ -109,9 +111,9 @@ class PushSession(Machine[State, Event, Action]):
 
     def _on_planned(self, event: push_protocol.Planned, actions: list[Action]) -> State:
         chunk = event.chunk
-        if self.state is S.NOTIFIED and chunk.epoch != self.epoch:
-            self._report_rewind(actions)
-        if self.state in (S.NOTIFIED, S.ABANDONED, S.DRAINING):
+        if self.state is S.NOTIFIED:
+            if chunk.epoch != self.epoch:
+                self._report_rewind(actions)
             return self.state
         state = self.state if chunk.epoch == self.epoch else self._restart(chunk.epoch)
         self._ready_blocks.plan(chunk)
@@ -124,8 +126,6 @@ class PushSession(Machine[State, Event, Action]):
         return self.state
 
     def _on_post_ready(self, event: push_protocol.PostReady, actions: list[Action]) -> State:
-        if self.state is not S.STREAMING:
-            return self.state
         may_split = self.policy.by_layer and not event.wait
         has_room = len(self.in_flight) < self.policy.max_in_flight
         if has_room and (may_split or self._ready_blocks.has_whole_chunk):
@@ -195,14 +195,12 @@ class PushSession(Machine[State, Event, Action]):
     def _on_preempted(self, _: push_protocol.Preempted, __: list[Action]) -> State:
         if self.state is S.NOTIFIED:
             self._recomputes = True  # the same tokens: D has the right KV
-        if self.state in (S.NOTIFIED, S.ABANDONED, S.DRAINING):
             return self.state
         return self._restart(self.epoch + 1)
 
     def _on_rewound(self, _: push_protocol.Rewound, actions: list[Action]) -> State:
         if self.state is S.NOTIFIED:
             self._report_rewind(actions)
-        if self.state in (S.NOTIFIED, S.ABANDONED, S.DRAINING):
             return self.state
         return self._restart(self.epoch + 1)
 

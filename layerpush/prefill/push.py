@@ -226,7 +226,7 @@ class Push:
     # Actions.
 
     def _act(self, event: Event) -> None:
-        actions = self.session.handle(event)
+        actions = self.session.handle(event, time.perf_counter())
         self._shared.changed(self)
         for action in actions:
             self.ACTIONS[type(action)](self, action)

@@ -174,7 +174,7 @@ class PushWorld:
             return
         before = self.state
         self.waits = isinstance(event, push_protocol.PostReady) and event.wait
-        for action in self.session.handle(event):
+        for action in self.session.handle(event, 0.0):
             if isinstance(action, push_protocol.Post):
                 assert before is State.STREAMING
                 assert self.state is State.STREAMING
@@ -302,6 +302,12 @@ class PushWorld:
             self.completions -= 1
         if announced:
             self.send(push_protocol.Rewound())
+
+    def expire_early(self) -> None:
+        """The scheduler finishes the request, and its lease ends, before the session gets to know either."""
+        self.gone = self.disturbed = True
+        self._ends("failed", push_protocol.LeaseExpired.reason)
+        self.send(push_protocol.LeaseExpired())
 
     def finish(self) -> None:
         self.finished = True

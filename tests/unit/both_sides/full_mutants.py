@@ -39,9 +39,9 @@ def an_answer_to_an_earlier_attempt_counts(patch: Patch) -> None:
 def one_rank_speaks_for_all(patch: Patch) -> None:
     plain = LoadSession._on_unregistered
 
-    def on_unregistered(self: LoadSession, event: load_protocol.Unregistered, now: float, actions: Any) -> Any:
+    def on_unregistered(self: LoadSession, event: load_protocol.Unregistered, actions: Any) -> Any:
         for agent in sorted(self.open_agents) if self.state is load_protocol.State.UNREGISTERING else []:
-            state = plain(self, load_protocol.Unregistered(agent), now, actions)
-        return plain(self, event, now, actions) if self.open_agents else state
+            state = plain(self, load_protocol.Unregistered(agent), actions)
+        return plain(self, event, actions) if self.open_agents else state
 
     patch.setitem(LoadSession.HANDLERS, load_protocol.Unregistered, on_unregistered)  # type: ignore[arg-type]

@@ -216,9 +216,9 @@ def a_preempted_push_forgets_its_writes(patch: Patch) -> None:
         self.in_flight.clear()
         return pushed.State.STREAMING
 
-    def forgetful(self: PushSession, event: pushed.Event) -> list[pushed.Action]:
+    def forgetful(self: PushSession, event: pushed.Event, now: float) -> list[pushed.Action]:
         forgotten = isinstance(event, pushed.Landed | pushed.Lost) and event.write not in self.in_flight
-        return [] if forgotten else handle(self, event)
+        return [] if forgotten else handle(self, event, now)
 
     patch.setattr(PushSession, "_restart", mutated)
     patch.setattr(PushSession, "handle", forgetful)
@@ -261,8 +261,8 @@ def a_completion_does_not_wait_for_the_scheduler(patch: Patch) -> None:
 def a_lost_write_counts_as_landed(patch: Patch) -> None:
     handle = PushSession.handle
 
-    def mutated(self: PushSession, event: pushed.Event) -> list[pushed.Action]:
-        return handle(self, pushed.Landed(event.write) if isinstance(event, pushed.Lost) else event)
+    def mutated(self: PushSession, event: pushed.Event, now: float) -> list[pushed.Action]:
+        return handle(self, pushed.Landed(event.write) if isinstance(event, pushed.Lost) else event, now)
 
     patch.setattr(PushSession, "handle", mutated)
 
