@@ -13,9 +13,9 @@ import typer
 
 from bench import OUTPUT, write
 from bench.command import console, names, numbers, percents
-from bench.forward import report
+from bench.forward import page
 from bench.forward.cases import Growing, growing_cases, known_cases
-from bench.forward.cells import Cell
+from bench.forward.cells import Cell, missed
 from bench.forward.cores import of_this_machine, this_thread_on
 from bench.forward.draws import PATTERNS
 from bench.forward.growth import Line, lines
@@ -225,7 +225,7 @@ def main(
             "settings": asdict(settings),
             "rounds": repeats,
             "seconds": round(time.monotonic() - started_at),
-            "misses": report.missed(cells),
+            "misses": missed(cells),
             "left_out": [asdict(case) | {"bytes": case.bytes, "memory_bytes": case.memory_bytes} for case in left_out],
             "cells": [cell.as_json() for cell in cells],
             "lines": [asdict(line) for line in fitted],
@@ -234,16 +234,14 @@ def main(
 
     unfinished = Unfinished(path, body)
     with this_thread_on(cores.others if cores else ()):  # P and D begin there, too
-        answers, about = sweep(screen, wire_of, orders, settings, report.line, unfinished)
-    cells, _, fitted = parts(answers)
-    screen.print(*report.tables(cells), sep="\n")
-    if fitted:
-        screen.print(report.growth(fitted))
-    missed = report.missed(cells)
-    screen.print(*(missed or ["every figure is within its limits"]), sep="\n", markup=False)
+        answers, about = sweep(screen, wire_of, orders, settings, str, unfinished)
+    result = body(answers, about)
+    screen.print(page.table(result), markup=False)
+    beyond = missed(parts(answers)[0])
+    screen.print(*(beyond or ["every figure is within its limits"]), sep="\n", markup=False)
     if path is None:
         return
-    write(path, body(answers, about))
+    write(path, result)
     screen.print(f"Written: {path}; {len(left_out)} prompts above {most_mib} MiB left out")
     unfinished.remove()
 

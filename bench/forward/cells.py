@@ -216,6 +216,11 @@ class Cell:
         if self.exposed_limit is not None and "request" in self.series:
             yield "exposed is {:.3f} x request's", self.exposed_ratio(mode, "request"), self.exposed_limit
 
+    def __str__(self) -> str:
+        exposed = "  ".join(f"{mode} {1e3 * self.series[mode].median('exposed_s'):.1f}" for mode in self.modes)
+        forward = f"forward {1e3 * self.forward_s:.0f} ms, wire {1e3 * self.wire_s:.0f} ms"
+        return f"{self.link}  {self.case!s:32} {forward}, exposed ms: {exposed}"
+
     def as_json(self) -> dict[str, Any]:
         modes = {}
         for mode in self.modes:
@@ -253,3 +258,8 @@ class Cell:
             "modes": modes,
             OFF: self.series[OFF].as_json(),
         }
+
+
+def missed(cells: Sequence[Cell]) -> list[str]:
+    """The missed limits of all cells, in words."""
+    return [f"{cell.link}, {cell.case}: {text}" for cell in cells for text in cell.misses]
