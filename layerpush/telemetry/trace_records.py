@@ -116,13 +116,12 @@ class PushRecord(msgspec.Struct, kw_only=True):
     t_notified: float | None = None
 
     def exposed_s(self, ready: float | None) -> float | None:
-        """Seconds from ``ready``, or from the registration if that was later, until the completion was sent. A
-        whole-request push ends with its last WRITE. None if the beginning or the end is not known.
+        """Seconds from ``ready``, the last layer being ready, until the last WRITE has landed. None if either is
+        unknown. The wait for a decode engine that registers late counts: the request waits as well.
         """
-        done = self.t_last_landed if self.t_notified is None else self.t_notified
-        if ready is None or done is None:
+        if ready is None or self.t_last_landed is None:
             return None
-        return max(0.0, done - (ready if self.t_registered is None else max(ready, self.t_registered)))
+        return max(0.0, self.t_last_landed - ready)
 
     def ready_at(self, chunk: int, layer: int, at: float, hooked: bool | None, *, keep: bool = True) -> None:
         """Count a layer of a chunk as ready at ``at``. ``keep``: add its row, too. ``hooked`` None: a cached chunk."""
