@@ -175,14 +175,6 @@ def main(
             rich_help_panel=_FILES,
         ),
     ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Continue the interrupted run that writes FILE. Give it the same other options.",
-            rich_help_panel=_FILES,
-        ),
-    ] = None,
     keep_logs: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep logs and traces in DIR.", rich_help_panel=_FILES)
     ] = None,
@@ -209,18 +201,13 @@ def main(
 
     - python -m bench.serve --modes push,auto,token --lengths 512,4096 --background 0,4
 
-    - python -m bench.serve --resume long.json --modes request,layer --lengths 1024,8192,max
-
     - python -m bench.serve --lengths 8192 --rate 0.5,1 --at aggregated=http://10.0.0.9:8000
       --at layer=http://10.0.0.3:8000,prefill=http://10.0.0.1:8000,trace=/shared/trace
     """
-    if quick and out is None and resume is None:
-        path = None
-    else:
-        path = resume or out or OUTPUT / f"serve-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path = out
+    if out is None and not quick:
+        path = OUTPUT / f"serve-{time.strftime('%Y%m%d-%H%M%S')}.json"
     try:
-        if resume is not None and out is not None and out != resume:
-            raise ValueError("--out and --resume name different files; --resume FILE writes FILE")
         choices = Choices(
             modes=names(modes, list(MODES)),
             lengths=(lengths or (QUICK_LENGTHS if quick else LENGTHS)).split(","),
@@ -240,7 +227,6 @@ def main(
             variables=dict(_pair("--engine-env", each) for each in engine_env or []),
             extra={mode: json.loads(text) for mode, text in (_pair("--config", each) for each in config or [])},
             out=path,
-            resume=resume is not None,
             keep_logs=keep_logs,
         )
         choices.check()

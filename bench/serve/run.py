@@ -1,18 +1,17 @@
-"""One call after the other: sends requests, reads metrics, compares answers, keeps results."""
+"""One call after the other: sends requests, reads metrics, compares answers."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bench.provenance import unplaced
 from bench.serve.background import background
 from bench.serve.driver import Driver, arguments
 from bench.serve.hand_overs import hand_overs
 from bench.serve.measured import Measured, measured
-from bench.serve.parts import Parts
 from bench.serve.plan import TOKEN, Call, Plan, Setup, seconds_left
 from bench.serve.pushes import Pushes, figures_of_ranks
 from bench.serve.report import Lines
@@ -33,13 +32,13 @@ class WrongAnswersError(Exception):
 
 @dataclass
 class Run:
-    """A sweep over ``site``, without the calls that ``parts`` has already."""
+    """A sweep over ``site``. ``calls`` are the finished ones."""
 
     plan: Plan
     site: Site
     driver: Driver
-    parts: Parts
     lines: Lines
+    calls: list[Measured] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._done: list[tuple[Call, float]] = []
@@ -47,40 +46,34 @@ class Run:
         self._pushes: dict[str, Pushes] = {}
 
     def measure(self) -> None:
-        """Make all missing calls. Raises ``WrongAnswersError``, and the errors of site and driver."""
-        self.check_answers()
+        """Make all calls. Raises ``WrongAnswersError``, and the errors of site and driver."""
         for setup in self.plan.setups:
-            waiting = self._missing(setup)
-            if not waiting:
-                continue
-            modes = [mode for mode in self.plan.modes if any(call.mode == mode for call in waiting)]
-            self.lines.setup(setup, modes, len(waiting))
+            self.lines.setup(setup, self.plan.modes, len(list(self.plan.calls(setup))))
             began = time.monotonic()
-            with self.site.up(setup, modes) as targets:
-                for mode in modes:
+            with self.site.up(setup, self.plan.modes) as targets:
+                for mode in self.plan.modes:
                     self.site.only(mode)
                     self._warm_up(setup, targets[mode])
                     self.lines.warmed(mode)
                 self._start_s.append(time.monotonic() - began)
-                self._measure(waiting, targets)
-            self.parts.starts += 1
+                for call in self.plan.calls(setup):
+                    self._measure(call, targets)
 
     def check_answers(self) -> None:
         """Compare all answers so far. Raises ``WrongAnswersError``."""
         cells = [cell for setup in self.plan.setups for cell in self.plan.cells(setup)]
-        results = by_cell(cells, self.plan.modes, self.parts.calls)
+        results = by_cell(cells, self.plan.modes, self.calls)
         if wrong := [each for result in results for each in result.wrong(self.plan.right)]:
             raise WrongAnswersError(wrong)
 
-    def _measure(self, waiting: Sequence[Call], targets: Targets) -> None:
-        for call in waiting:
-            began = time.monotonic()
-            self.site.only(call.mode)
-            result = self._call(call, targets[call.mode])
-            self._done.append((call, time.monotonic() - began))
-            self.parts.save(call.key, result)
-            self.lines.called(call, result, self._left_s())
-            self.check_answers()
+    def _measure(self, call: Call, targets: Targets) -> None:
+        began = time.monotonic()
+        self.site.only(call.mode)
+        result = self._call(call, targets[call.mode])
+        self._done.append((call, time.monotonic() - began))
+        self.calls.append(result)
+        self.lines.called(call, result, self._left_s())
+        self.check_answers()
 
     def _warm_up(self, setup: Setup, target: Target) -> None:
         """Send one request more than fits at a time, so that all KV memory is used once."""
@@ -88,7 +81,7 @@ class Run:
         requests = self.plan.streams + 1
         words = arguments(self.plan, call, target.url, self.site.model, requests)
         pushes = None if target.trace is None else Pushes(target.trace)
-        measured(call, words, 0, self.driver.run(words, f"warm-up-{setup.link}-{target.mode}", self.site.check))
+        measured(call, words, self.driver.run(words, f"warm-up-{setup.link}-{target.mode}", self.site.check))
         if pushes is not None:
             self._pushes[target.mode] = pushes
             pushes.new(requests)
@@ -102,7 +95,7 @@ class Run:
         words = arguments(self.plan, call, target.url, self.site.model)
         with background(target.decode or "", call.cell.load.background, self.site.check):
             found = self.driver.run(words, call.key, self.site.check)
-        result = measured(call, [*map(unplaced, words)], self.parts.starts, found)
+        result = measured(call, [*map(unplaced, words)], found)
         result.add_prefills(prefills.since(requests).get(PREFILL))
         result.add_transfers(transfers.since(requests))
         result.first_tokens = origins.since(requests)
@@ -135,16 +128,9 @@ class Run:
         else:
             result.problems.append("no hand-over: P's clock is not this machine's, or its trace lacks a time")
 
-    def _missing(self, setup: Setup) -> list[Call]:
-        have = self.parts.have
-        return [call for call in self.plan.calls(setup) if call.key not in have]
-
     def _left_s(self) -> float | None:
         """Seconds of the missing calls and of the engine starts before them."""
-        waiting = [self._missing(setup) for setup in self.plan.setups]
-        current = self._done[-1][0].cell.setup
-        starts = sum(bool(calls) and setup != current for setup, calls in zip(self.plan.setups, waiting, strict=True))
-        left = seconds_left(self.plan, [call for calls in waiting for call in calls], self._done)
-        if left is None:
-            return None
-        return left + starts * sum(self._start_s) / len(self._start_s)
+        waiting = [call for setup in self.plan.setups for call in self.plan.calls(setup)][len(self._done) :]
+        starts = len(self.plan.setups) - len(self._start_s)
+        left = seconds_left(self.plan, waiting, self._done)
+        return None if left is None else left + starts * sum(self._start_s) / len(self._start_s)

@@ -48,7 +48,7 @@ def result(ttfts_s: Sequence[float], answers: Sequence[str] | None = None, **cha
 
 
 def call(mode: str, number: int, ttfts_s: Sequence[float], answers: Sequence[str] | None = None) -> Measured:
-    return measured(Call(CELL, number, mode), ["--backend", "openai"], 0, result(ttfts_s, answers))
+    return measured(Call(CELL, number, mode), ["--backend", "openai"], result(ttfts_s, answers))
 
 
 @dataclass

@@ -53,8 +53,6 @@ def choices(**changes: object) -> Choices:
         (["--at", "layer=http://a:1"], "aggregated=URL is missing"),
         (["--at", "aggregated=http://a:1", "--links", "1gbit"], "--links is for engines that are started here"),
         (["--at", "aggregated=http://a:1", "--lengths", "max"], "--lengths max"),
-        (["--out", "a.json", "--resume", "b.json"], "different files"),
-        (["--resume", "/nothing/serve.json"], "nothing to go on with"),
         (["--model", "/nothing"], "config.json"),
     ],
 )

@@ -48,7 +48,7 @@ def three_rounds() -> list[CellResult]:
 )
 def test_a_call_with_failed_requests_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(RequestsFailedError, match="mode layer failed at 1024 tokens"):
-        measured(Call(CELL, 0, "layer"), [], 0, result([0.5, 0.25], **changes))
+        measured(Call(CELL, 0, "layer"), [], result([0.5, 0.25], **changes))
 
 
 def test_drift_of_a_whole_round_cancels_in_ratios() -> None:
@@ -105,7 +105,7 @@ def with_token(ttft_s: float, prefill_ms: float, tokens: int = 2048) -> CellResu
     place, calls = replace(CELL, prompt_tokens=tokens), []
     for number in range(5):
         for mode, first_s, prefill in ((AGGREGATED, 1.0, 990.0), (TOKEN, ttft_s, prefill_ms)):
-            calls.append(measured(Call(place, number, mode), [], 0, result([first_s + 0.001 * number])))
+            calls.append(measured(Call(place, number, mode), [], result([first_s + 0.001 * number])))
             calls[-1].prefill_ms = [prefill]
         calls[-1].first_tokens = {"prefill": 1}
     (cell,) = by_cell([place], [AGGREGATED, TOKEN], calls)
