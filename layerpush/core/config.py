@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -33,6 +33,11 @@ UPSTREAM_KEYS = frozenset(
     }
 )
 
+REMOVED_KEYS = {
+    "min_write_bytes": 'remove it; with `granularity: "auto"`, the default, layers share WRITEs by themselves'
+}
+"""Keys of earlier releases, with the remedy."""
+
 
 class ConfigError(ValueError):
     """A setting has a bad name or a bad value. The message names the setting, the value and the choices."""
@@ -52,10 +57,6 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
             'each layer once it is computed. `"chunk"`: write all layers after each step.'
         ),
     ] = "auto"
-    min_write_bytes: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        Meta(description='Has no effect and logs a warning: `granularity: "auto"` merges layers by itself.'),
-    ] = None
     layerwise_min_tokens: Annotated[
         int,
         Meta(ge=0, description="Push prompts with fewer tokens than this whole, after prefill."),
@@ -134,15 +135,13 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: a key is unknown, or a value is not one of its key's choices; `"1"` is not a number.
         """
-        rows = {row.key: row for row in documentation_rows()}
+        known = annotations()
         for key in extra:
-            if key not in rows and key not in UPSTREAM_KEYS:
-                raise ConfigError(_unknown_key(key, [*rows, *UPSTREAM_KEYS]))
-        own = {
-            key: _converted(key, value, rows[key].type, _annotations()[key])
-            for key, value in extra.items()
-            if key in rows
-        }
+            if key in REMOVED_KEYS:
+                raise ConfigError(f"kv_connector_extra_config: {key!r} is gone: {REMOVED_KEYS[key]}")
+            if key not in known and key not in UPSTREAM_KEYS:
+                raise ConfigError(_unknown_key(key, [*known, *UPSTREAM_KEYS]))
+        own = {key: _converted(key, value, known[key]) for key, value in extra.items() if key in known}
         for entry in own.get("allowed_hosts") or ():
             try:
                 check_entry(entry)
@@ -151,46 +150,13 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**own)
 
 
-class DocumentationRow(NamedTuple):
-    """One row of the configuration table."""
-
-    key: str
-    type: str
-    """The choices in JSON, e.g. `"layer" or "chunk"`."""
-    default: str
-    """The default as JSON."""
-    meaning: str
-
-
-def documentation_rows() -> Iterator[DocumentationRow]:
-    """The configuration table, in the order of the fields, with the fields' own descriptions."""
-    for field in msgspec.structs.fields(LayerPushConfig):
-        annotation = _annotations()[field.name]
-        yield DocumentationRow(
-            field.name,
-            _choices(annotation),
-            msgspec.json.encode(field.default).decode(),
-            _meta(annotation).description or "",
-        )
-
-
-def documentation_table() -> str:
-    """`documentation_rows` as a Markdown table."""
-    lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{row.key}` | {row.type} | `{row.default}` | {row.meaning} |" for row in documentation_rows()]
-    return "\n".join(lines) + "\n"
-
-
-def _annotations() -> dict[str, Any]:
+def annotations() -> dict[str, Any]:
+    """Each key's type and ``Meta``, in the order of the keys."""
     return get_type_hints(LayerPushConfig, include_extras=True)
 
 
-def _meta(annotation: Any) -> Meta:
-    meta: Meta = get_args(annotation)[1]
-    return meta
-
-
-def _choices(annotation: Any) -> str:
+def choices(annotation: Any) -> str:
+    """The values of a key, in JSON: `"layer" or "chunk"`."""
     bare, meta = get_args(annotation)[:2]
     words = []
     for option in get_args(bare) if get_origin(bare) in (Literal, Union, types.UnionType) else (bare,):
@@ -210,12 +176,12 @@ def _choices(annotation: Any) -> str:
     return " or ".join(words)
 
 
-def _converted(key: str, value: object, choices: str, annotation: Any) -> Any:
+def _converted(key: str, value: object, annotation: Any) -> Any:
     try:
         return msgspec.convert(value, annotation, strict=True)
     except msgspec.ValidationError:
-        message = f"kv_connector_extra_config: {key!r} is {value!r} ({type(value).__name__}); choices: {choices}"
-        raise ConfigError(message + _hint(value, annotation)) from None
+        message = f"kv_connector_extra_config: {key!r} is {value!r} ({type(value).__name__})"
+        raise ConfigError(f"{message}; choices: {choices(annotation)}{_hint(value, annotation)}") from None
 
 
 def _hint(value: object, annotation: Any) -> str:

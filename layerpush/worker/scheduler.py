@@ -75,10 +75,6 @@ class LayerwisePushScheduler(VllmPushScheduler):
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._config = config
-        if config.min_write_bytes is not None:
-            logger.warning(
-                "layerpush: min_write_bytes has no effect; remove it. Layers merge by themselves with granularity auto"
-            )
         self._block_sizes = block_sizes(kv_cache_config)
         self._prompts: dict[str, tuple[Request, PromptProgress]] = {}
         self._dropped: dict[str, tuple[Request, list[range]]] = {}

@@ -1,13 +1,27 @@
-"""The options of a `layerpush` command, as its `--help` has them."""
+"""The settings of the connector, and the options of a `layerpush` command as its `--help` has them."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
+
 from bench.markdown import Row
 from layerpush.apps.proxy.command import proxy as proxy_command
+from layerpush.core.config import LayerPushConfig, annotations, choices
 from scripts.docgen.tables import table
+
+
+def settings() -> str:
+    """The keys of `kv_connector_extra_config`."""
+    kinds = annotations()
+    rows = []
+    for field in msgspec.structs.fields(LayerPushConfig):
+        kind = kinds[field.name]
+        default = msgspec.json.encode(field.default).decode()
+        rows.append((f"`{field.name}`", choices(kind), f"`{default}`", get_args(kind)[1].description))
+    return table(("key", "values", "default", "meaning"), rows)
 
 
 def proxy() -> str:
@@ -20,7 +34,7 @@ def proxy() -> str:
 def _row(parameter: inspect.Parameter, hint: Any) -> Row:
     kind, option = get_args(hint)
     name = next(iter(option.param_decls or ()), f"--{parameter.name.replace('_', '-')}")
-    choices = ", ".join(f"`{choice}`" for choice in _choices(kind))
+    one_of = ", ".join(f"`{choice}`" for choice in _choices(kind))
     match parameter.default:
         case inspect.Parameter.empty:
             default = "required"
@@ -28,7 +42,7 @@ def _row(parameter: inspect.Parameter, hint: Any) -> Row:
             default = ""
         case value:
             default = f"`{value}`"
-    return f"`{name}`", default, option.help + (f" One of {choices}." if choices else "")
+    return f"`{name}`", default, option.help + (f" One of {one_of}." if one_of else "")
 
 
 def _choices(kind: Any) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from bench import kernelpage
 from bench.forward import page as forward
 from bench.markdown import Result
 from bench.serve import page as serve
-from layerpush.core.config import documentation_table
 from layerpush.telemetry.metrics.catalog import Side
 from scripts.docgen import (
     contributing,
@@ -46,7 +45,7 @@ BENCHMARKS, COMPATIBILITY, CONTRIBUTING = "docs/benchmarks.md", "docs/compatibil
 PROTOCOL, FAILURES, SOAK = "docs/design/protocol.md", "docs/design/failures.md", "docs/soak.md"
 
 SECTIONS: Mapping[str, Section] = {
-    "config-table": Section((CONFIGURATION,), lambda _: documentation_table()),
+    "config-table": Section((CONFIGURATION,), lambda _: options.settings()),
     "demo-figures": Section((BENCHMARKS,), of("demo.json", figures.demo)),
     "serve-summary": Section((README,), of("long-serve.json", serve.summary)),
     "serve-figures": Section((BENCHMARKS,), of("serve.json", serve.tables)),

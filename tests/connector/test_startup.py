@@ -128,15 +128,6 @@ def test_with_layerwise_off_nothing_is_logged(engine: Build, caplog: pytest.LogC
     assert said(caplog, "layerpush pushes") == []
 
 
-@pytest.mark.parametrize(("extra", "lines"), [({"min_write_bytes": 0}, 1), ({}, 0)], ids=str)
-def test_a_key_without_effect_is_logged_once(
-    engine: Build, caplog: pytest.LogCaptureFixture, extra: dict[str, object], lines: int
-) -> None:
-    with caplog.at_level(logging.WARNING, "vllm.layerpush"):
-        engine("kv_producer", extra)
-    assert len(said(caplog, "min_write_bytes has no effect")) == lines
-
-
 def test_upstreams_settings_pass_through(engine: Build) -> None:
     p = engine("kv_producer", {"num_threads": 0, "kv_lease_duration": 7})
     assert p.connector.connector_scheduler._kv_lease_duration == 7

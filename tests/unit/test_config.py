@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.core.config import UPSTREAM_KEYS, ConfigError, LayerPushConfig, documentation_rows, documentation_table
+from layerpush.core.config import UPSTREAM_KEYS, ConfigError, LayerPushConfig
+from scripts.docgen import options
 from tests.quotes import package
 
 OWN_KEYS = {
     "layerwise",
     "granularity",
-    "min_write_bytes",
     "layerwise_min_tokens",
     "packing",
     "staging_bytes",
@@ -32,7 +32,6 @@ def test_every_key_is_accepted() -> None:
     extra: dict[str, object] = {
         "layerwise": False,
         "granularity": "chunk",
-        "min_write_bytes": 0,
         "layerwise_min_tokens": 512,
         "packing": "packed",
         "staging_bytes": 0,
@@ -76,7 +75,6 @@ def test_vllms_own_keys_pass_with_any_value() -> None:
         ("layerwise_min_tokens", True, "integer >= 0"),
         ("layerwise_min_tokens", None, "integer >= 0"),
         ("layerwise_min_tokens", "256k", "integer >= 0"),
-        ("min_write_bytes", -1, "integer >= 0 or null"),
         ("packing", "on", '"auto" or "off" or "gather" or "packed"'),
         ("packing", None, '"auto" or "off" or "gather" or "packed"'),
         ("staging_bytes", -1, "integer from 0 to 1073741824"),
@@ -157,6 +155,11 @@ def test_an_unknown_key_is_refused_with_the_closest_one(key: str, meant: str) ->
         LayerPushConfig.from_extra_config({key: 1})
 
 
+def test_a_key_that_is_gone_is_refused_with_its_remedy() -> None:
+    with pytest.raises(ConfigError, match="'min_write_bytes' is gone: remove it; with `granularity: \"auto\"`"):
+        LayerPushConfig.from_extra_config({"min_write_bytes": 0})
+
+
 def test_an_unknown_key_without_a_close_match_is_refused_with_the_list() -> None:
     with pytest.raises(ConfigError) as refusal:
         LayerPushConfig.from_extra_config({"colour": "red"})
@@ -165,12 +168,12 @@ def test_an_unknown_key_without_a_close_match_is_refused_with_the_list() -> None
 
 
 def test_documentation_covers_every_key() -> None:
-    rows = {row.key: row for row in documentation_rows()}
-    assert set(rows) == OWN_KEYS
-    assert all(row.meaning.endswith(".") for row in rows.values())
-    assert rows["granularity"][1:3] == ('"auto" or "layer" or "chunk"', '"auto"')
-    assert rows["trace_dir"].default == "null"
-    assert documentation_table().count("\n") == len(rows) + 2
+    rows = [line.strip("| ").split(" | ") for line in options.settings().splitlines()[2:]]
+    table = {key.strip("`"): cells for key, *cells in rows}
+    assert set(table) == OWN_KEYS
+    assert all(meaning.endswith(".") for *_, meaning in table.values())
+    assert table["granularity"][:2] == ['"auto" or "layer" or "chunk"', '`"auto"`']
+    assert table["trace_dir"][1] == "`null`"
 
 
 def test_upstream_keys_match_the_keys_of_vllms_nixl_connectors() -> None:

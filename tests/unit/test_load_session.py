@@ -153,7 +153,9 @@ class LoadWorld:
         for action in self.session.handle(event, self.now):
             assert is_heard
             self._check(action)
-        assert is_heard or vars(self.session) | {"now": self.now} == before, "an agent that may not write changed the session"
+        assert is_heard or vars(self.session) | {"now": self.now} == before, (
+            "an agent that may not write changed the session"
+        )
         self._check_state()
         self._check_clock()
 

@@ -101,8 +101,8 @@ EXPOSED = Metric(
     "exposed_seconds",
     Kind.HISTOGRAM,
     Side.PREFILL,
-    "Time that a completed push adds after prefill: from the last layer being ready until the last WRITE has landed, on "
-    "the slowest rank. It includes the wait for a D that registers late: see `pushes` by `outcome`.",
+    "Time that a completed push adds after prefill: from the last layer being ready until the last WRITE has landed, "
+    "on the slowest rank. It includes the wait for a D that registers late: see `pushes` by `outcome`.",
     buckets=SECONDS,
 )
 TRANSFER = Metric(
