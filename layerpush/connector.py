@@ -34,6 +34,9 @@ class LayerwisePushConnector(NixlPushConnector):
     for decode context parallelism, as vLLM's push connector does, for sleep mode and for auxiliary outputs.
     """
 
+    is_layerpush = True
+    """By this, patches of vLLM find the connector inside of a ``MultiConnector``."""
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         # Not NixlPushConnector's initialiser: it would build a second worker with a second NIXL agent.
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)

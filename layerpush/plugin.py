@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from layerpush.compat.admission import AdmissionHook
-from layerpush.compat.early_answer import EarlyAnswers
-from layerpush.compat.early_revocation import EarlyRevocation
-from layerpush.compat.other_ranks import OtherRanks
+from layerpush.compat import patches
 from layerpush.core.config import CONNECTOR_NAME
 
 CONNECTOR_MODULE = "layerpush.connector"
@@ -19,11 +16,7 @@ class ConnectorNameError(RuntimeError):
 
 
 def register() -> None:
-    """Register `"kv_connector": "LayerwisePushConnector"` with vLLM, and check requests in vLLM's front end.
-
-    Other patches of vLLM: P's front end may answer early (`early_answer`), and reports each request to the other
-    data-parallel ranks (`other_ranks`). V2 model runners report preemptions to the connector before they use the blocks
-    (`early_revocation`).
+    """Register `"kv_connector": "LayerwisePushConnector"` with vLLM, and patch vLLM's front end (`compat.patches`).
 
     Idempotent and lazy: the connector and NIXL are imported when vLLM creates a connector of that name, and the front
     end is patched when vLLM imports it.
@@ -33,6 +26,7 @@ def register() -> None:
 
     Raises:
         ConnectorNameError: the name belongs to a class that is not layerpush's.
+        layerpush.core.config.ConfigError: LAYERPUSH_WITHOUT_PATCHES names a patch that does not exist.
     """
     global _registered
     if _registered:
@@ -50,10 +44,7 @@ def register() -> None:
                 f"layerpush cannot register its vLLM connector: the name {CONNECTOR_NAME!r} already belongs to "
                 f"{holder}. Uninstall one of the two plugins, or name the ones to load in VLLM_PLUGINS."
             ) from taken
-    AdmissionHook().install()
-    EarlyAnswers().install()
-    OtherRanks().install()
-    EarlyRevocation().install()
+    patches.install(patches.Process.FRONT_END)
     _registered = True
 
 

@@ -123,10 +123,13 @@ def metrics(
         raise typer.Exit(1) from None
 
 
+_NEXT_LINE = "\n" + " " * 24
+
+
 def _print_finding(finding: Finding, out: TextIO) -> None:
     """Print one finding at once, because all checks take up to 20 s."""
     colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.verdict]
     mark = typer.style(f"{finding.verdict:4}", fg=colour, bold=True)
-    typer.echo(f"{mark}  {finding.check:18}{finding.found}", file=out)
+    typer.echo(f"{mark}  {finding.check:18}{finding.found.replace(chr(10), _NEXT_LINE)}", file=out)
     if finding.advice:
         typer.echo(f"      {'':18}-> {finding.advice}", file=out)

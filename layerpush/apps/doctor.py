@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from layerpush import plugin
-from layerpush.core.config import CONNECTOR_NAME
+from layerpush.compat import patches
+from layerpush.compat.vllm_sources import VllmSources
+from layerpush.core.config import CONNECTOR_NAME, ConfigError
 
 PYTHON_VERSIONS = ((3, 11), (3, 14))  # from, up to but not including
 VLLM_VERSIONS = ((0, 32), (0, 34))
@@ -128,12 +130,33 @@ def check_plugin() -> Result:
         return _fail(f"VLLM_PLUGINS={allowed} excludes layerpush", "add layerpush to it, or unset it")
     try:
         plugin.register()
-    except plugin.ConnectorNameError as error:
+    except (plugin.ConnectorNameError, ConfigError) as error:
         return _fail(str(error), "every vLLM process stops with this message")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     cls = KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME)
     return _ok(f'"kv_connector": "{CONNECTOR_NAME}" is {cls.__module__}.{cls.__qualname__}')
+
+
+def check_patches() -> Result:
+    """Every change of vLLM at run time, and whether its target exists in the installed vLLM. Reads vLLM's sources."""
+    try:
+        left_out = patches.left_out()
+    except ConfigError as error:
+        return _fail(str(error), "every vLLM process stops with this message")
+    sources, lines, missing = VllmSources(), list[str](), list[str]()
+    for patch in patches.PATCHES:
+        lines.append(f"{patch.name} is {'off' if patch.name in left_out else 'on'}: {patch.reason}")
+        for target in patch.targets:
+            found = sources.find(target.path.rpartition(".")[0] if target.is_new else target.path) is not None
+            lines.append(f"    {target.process}: {target.path}{'' if found else ' DOES NOT EXIST'}")
+            missing += [] if found else [patch.name]
+    found_text = "\n".join([f"{len(patches.PATCHES)} of vLLM", *lines])
+    if missing:
+        return _warn(found_text, f"without {', '.join(dict.fromkeys(missing))}: see docs/compatibility.md")
+    return (
+        _warn(found_text, f"unset {patches.VARIABLE}, if nothing is wrong with them") if left_out else _ok(found_text)
+    )
 
 
 def check_nixl() -> Result:
@@ -226,6 +249,7 @@ CHECKS: dict[str, Callable[[], Result]] = {
     "torch companions": check_torch_companions,
     "vLLM": check_vllm,
     "vLLM plugin": check_plugin,
+    "patches": check_patches,
     "NIXL": check_nixl,
     "transports": check_transports,
     "device": check_device,

@@ -1,23 +1,25 @@
 """vLLM's front end refuses a request with bad `kv_transfer_params`, and its client gets the reason.
 
-vLLM's NIXL connector is slow to import, and most vLLM processes have no front end. So this module imports neither the
-connector nor the front end: it patches the front end when vLLM imports it.
+vLLM's NIXL connector is slow to import, so this module does not import the connector.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
-from collections.abc import Iterator, Mapping
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from layerpush.compat.import_hook import ImportHook
 from layerpush.core.config import CONNECTOR_NAME, LayerPushConfig
-from layerpush.core.request_params import MAX_OUTER_ID_CHARS, KvRole, ParamsError, check_params, check_request_id
+from layerpush.core.request_params import (
+    MAX_OUTER_ID_CHARS,
+    KvRole,
+    ParamsError,
+    check_params,
+    check_request_id,
+    is_pushed,
+)
 
-FRONT_END = "vllm.v1.engine.input_processor"
 BY_PATH = "layerpush.nixl"
 """The `kv_connector_module_path` where layerpush's connector has the names of vLLM's."""
 
@@ -42,43 +44,30 @@ def connectors_in(transfer: Mapping[str, Any]) -> Iterator[ConnectorSettings]:
             yield from connectors_in(inner)
 
 
-class AdmissionHook(ImportHook):
+def pushed_params(sampling_params: Any) -> dict[str, Any] | None:
+    """The request's ``kv_transfer_params`` if this engine is to push its KV."""
+    transfer = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params")
+    return transfer if is_pushed(transfer) else None
+
+
+def checking(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Puts the check in front of `InputProcessor.process_inputs`, which all of vLLM's Python front ends call."""
+    known: weakref.WeakKeyDictionary[Any, tuple[ConnectorSettings, ...]] = weakref.WeakKeyDictionary()
 
-    names = frozenset({FRONT_END})
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[Any, tuple[ConnectorSettings, ...]] = weakref.WeakKeyDictionary()
-
-    def patch(self, module: ModuleType) -> None:
-        processor: Any = getattr(module, "InputProcessor", None)
-        plain: Any = getattr(processor, "process_inputs", None)
-        if plain is None:
-            _warn(f"{FRONT_END}.InputProcessor.process_inputs does not exist in this vLLM")
-            return
-        if hasattr(plain, "checked_by_layerpush"):
-            return
-        check = self.check
-
-        @functools.wraps(plain)
-        def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-            check(self, params, request_id)
-            return plain(self, request_id, prompt, params, *args, **kwargs)
-
-        checked: Any = process_inputs
-        checked.checked_by_layerpush = True
-        processor.process_inputs = checked
-
-    def check(self, processor: Any, params: Any, request_id: str) -> None:
-        """Raises vLLM's `VLLMValidationError` unless all of the engine's layerpush connectors accept this request."""
-        if processor not in self._known:
-            transfer = processor.vllm_config.kv_transfer_config
-            self._known[processor] = () if transfer is None else tuple(connectors_in(vars(transfer)))
-        for settings in self._known[processor]:
+    @functools.wraps(plain)
+    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in known:
+            transfer = self.vllm_config.kv_transfer_config
+            known[self] = () if transfer is None else tuple(connectors_in(vars(transfer)))
+        for settings in known[self]:
             _check(params, request_id, settings)
+        return plain(self, request_id, prompt, params, *args, **kwargs)
+
+    return process_inputs
 
 
 def _check(sampling_or_pooling: Any, request_id: str, settings: ConnectorSettings) -> None:
+    """Raises vLLM's `VLLMValidationError` unless the connector accepts this request."""
     extra = getattr(sampling_or_pooling, "extra_args", None)
     if not isinstance(extra, dict):
         return
@@ -89,9 +78,3 @@ def _check(sampling_or_pooling: Any, request_id: str, settings: ConnectorSetting
         from vllm.exceptions import VLLMValidationError  # vLLM answers it with HTTP status 400
 
         raise VLLMValidationError(str(error), parameter=error.parameter) from None
-
-
-def _warn(problem: str) -> None:
-    logging.getLogger(f"vllm.{__name__}").warning(
-        "%s: requests with bad kv_transfer_params are not refused with a reason, but run without a KV transfer", problem
-    )

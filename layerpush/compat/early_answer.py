@@ -6,35 +6,24 @@ have, and an empty choice. The engine goes on computing. The router asks D, D re
 
 Two processes take part:
 
-- The front end. ``EarlyAnswers`` patches two methods. ``to_sampling_params`` of OpenAI requests notes that a router
-  wants the transfer only. ``AsyncLLM.generate`` then answers, and marks the params for the engine core.
+- The front end. ``to_sampling_params`` of OpenAI requests notes that a router wants the transfer only.
+  ``AsyncLLM.generate`` then answers, and marks the params for the engine core.
 - The engine core. The router's client can no longer abort P's request, so D's withdrawal has to. P's workers report it
-  to the scheduler. ``install`` wraps ``Scheduler.update_from_output``, which then aborts the request, and reports the
-  abort to the front end.
+  to the scheduler. ``Scheduler.update_from_output`` then aborts the request, and reports the abort to the front end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from types import ModuleType
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
-from layerpush.compat.admission import connectors_in
-from layerpush.compat.import_hook import ImportHook
-
-ENGINE = "vllm.v1.engine.async_llm"
-COMPLETIONS = "vllm.entrypoints.openai.completion.protocol"
-CHATS = "vllm.entrypoints.openai.chat_completion.protocol"
-_PATCHED = {
-    ENGINE: ("AsyncLLM", "generate"),
-    COMPLETIONS: ("CompletionRequest", "to_sampling_params"),
-    CHATS: ("ChatCompletionRequest", "to_sampling_params"),
-}
-"""Module -> its class and method."""
+from layerpush.compat.admission import connectors_in, pushed_params
+from layerpush.compat.patches import our_connectors
 
 MARK = "layerpush_early"
 """A key of P's ``kv_transfer_params``: the front end has answered the request. It removes a client's own such key."""
@@ -44,73 +33,61 @@ _ENOUGH = "layerpush_transfer_is_enough"
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
-class EarlyAnswers(ImportHook):
-    """Patches the front end."""
+_computing: set[asyncio.Task[None]] = set()
+"""Requests of this process that are answered and not computed yet."""
 
-    names = frozenset(_PATCHED)
 
-    def __init__(self) -> None:
-        self._allowed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._computing: set[asyncio.Task[None]] = set()
+def answering_early(plain: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
+    """``AsyncLLM.generate``: answers at once, and marks the params for the engine core."""
+    allowed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
-    def patch(self, module: ModuleType) -> None:
-        owner, name = _PATCHED[module.__name__]
-        target: Any = getattr(module, owner, None)
-        plain: Any = getattr(target, name, None)
-        if plain is None:
-            logger.warning("%s.%s does not exist in this vLLM: answer_early has no effect", module.__name__, name)
-        elif not hasattr(plain, "answers_early"):
-            wrapped: Any = self._generate(plain) if module.__name__ == ENGINE else _marking(plain)
-            wrapped.answers_early = True
-            setattr(target, name, wrapped)
-
-    def _generate(self, plain: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
-        @functools.wraps(plain)
-        def generate(
-            engine: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
-        ) -> AsyncGenerator[Any, None]:
-            transfer = streamed(sampling_params)
-            if transfer is not None:
-                transfer.pop(MARK, None)  # a client's
-                enough = sampling_params.extra_args.pop(_ENOUGH, False)
-                if enough and not args and _is_short(prompt, sampling_params) and self._allows(engine):
-                    transfer[MARK] = True
-                    return self._answer(engine, prompt, sampling_params, request_id, kwargs)
-            return plain(engine, prompt, sampling_params, request_id, *args, **kwargs)
-
-        return generate
-
-    def _allows(self, engine: Any) -> bool:
-        if engine not in self._allowed:
-            self._allowed[engine] = _allows(engine.vllm_config)
-        return self._allowed[engine]
-
-    async def _answer(
-        self, engine: Any, prompt: Any, sampling_params: Any, request_id: str, options: Mapping[str, Any]
+    @functools.wraps(plain)
+    def generate(
+        engine: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        """Errors of admission reach the client, as ``generate``'s do. Later ones reach D only."""
-        from vllm.outputs import CompletionOutput, RequestOutput
+        transfer = pushed_params(sampling_params)
+        if transfer is not None:
+            transfer.pop(MARK, None)  # a client's
+            enough = sampling_params.extra_args.pop(_ENOUGH, False)
+            if enough and not args and _is_short(prompt, sampling_params):
+                if engine not in allowed:
+                    allowed[engine] = _allows(engine.vllm_config)
+                if allowed[engine]:
+                    transfer[MARK] = True
+                    return _answer(engine, prompt, sampling_params, request_id, kwargs)
+        return plain(engine, prompt, sampling_params, request_id, *args, **kwargs)
 
-        queue = await engine.add_request(request_id, prompt, sampling_params, **options)
-        task = asyncio.create_task(_drain(queue))
-        self._computing.add(task)
-        task.add_done_callback(self._computing.discard)
-        yield RequestOutput(
-            request_id=request_id,
-            prompt=prompt.get("prompt"),
-            prompt_token_ids=prompt["prompt_token_ids"],
-            prompt_logprobs=None,
-            outputs=[CompletionOutput(0, "", [], None, None, finish_reason="length")],
-            finished=True,
-            kv_transfer_params=_transfer_params(engine.vllm_config, queue.request_id),
-        )
+    return generate
 
 
-def _marking(plain: Callable[..., Any]) -> Callable[..., Any]:
+async def _answer(
+    engine: Any, prompt: Any, sampling_params: Any, request_id: str, options: Mapping[str, Any]
+) -> AsyncGenerator[Any, None]:
+    """Errors of admission reach the client, as ``generate``'s do. Later ones reach D only."""
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    queue = await engine.add_request(request_id, prompt, sampling_params, **options)
+    task = asyncio.create_task(_drain(queue))
+    _computing.add(task)
+    task.add_done_callback(_computing.discard)
+    yield RequestOutput(
+        request_id=request_id,
+        prompt=prompt.get("prompt"),
+        prompt_token_ids=prompt["prompt_token_ids"],
+        prompt_logprobs=None,
+        outputs=[CompletionOutput(0, "", [], None, None, finish_reason="length")],
+        finished=True,
+        kv_transfer_params=_transfer_params(engine.vllm_config, queue.request_id),
+    )
+
+
+def marking(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``to_sampling_params`` of an OpenAI request: notes that the router wants the transfer only."""
+
     @functools.wraps(plain)
     def to_sampling_params(request: Any, *args: Any, **kwargs: Any) -> Any:
         params = plain(request, *args, **kwargs)
-        if streamed(params) is not None and _wants_the_transfer_only(request):
+        if pushed_params(params) is not None and _wants_the_transfer_only(request):
             params.extra_args[_ENOUGH] = True
         return params
 
@@ -125,12 +102,6 @@ def _wants_the_transfer_only(request: Any) -> bool:
         return False
     prompt = getattr(request, "prompt", "")
     return isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(token, int) for token in prompt))
-
-
-def streamed(sampling_params: Any) -> dict[str, Any] | None:
-    """The request's ``kv_transfer_params`` if this engine is to push its KV."""
-    transfer = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params")
-    return transfer if isinstance(transfer, dict) and transfer.get("do_remote_decode") is True else None
 
 
 def _is_short(prompt: Any, sampling_params: Any) -> bool:
@@ -186,20 +157,16 @@ async def _drain(queue: Any) -> None:
         queue.close()
 
 
-def install() -> None:
-    """Have every scheduler of this process abort requests that D has withdrawn from. Later calls do nothing."""
-    from vllm.v1.core.sched.scheduler import Scheduler
+def aborting_withdrawn(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``Scheduler.update_from_output``: aborts requests that D has withdrawn from, and reports it to the front end."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.request import RequestStatus
-
-    plain = Scheduler.update_from_output
-    if hasattr(plain, "aborts_withdrawn"):
-        return
 
     @functools.wraps(plain)
     def update_from_output(self: Any, *args: Any, **kwargs: Any) -> dict[int, Any]:
         outputs: dict[int, Any] = plain(self, *args, **kwargs)
-        for request_id in _withdrawn(self):
+        withdrawn = [each.connector_scheduler.take_withdrawn() for each, _ in our_connectors(self.connector)]
+        for request_id in itertools.chain(*withdrawn):
             for request in self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED):
                 logger.info("layerpush: request %s is aborted, because its decode engine has withdrawn", request_id)
                 output = EngineCoreOutput(
@@ -212,10 +179,4 @@ def install() -> None:
                 outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         return outputs
 
-    update_from_output.aborts_withdrawn = True  # type: ignore[attr-defined]
-    Scheduler.update_from_output = update_from_output
-
-
-def _withdrawn(scheduler: Any) -> Iterator[str]:
-    take = getattr(getattr(scheduler.connector, "connector_scheduler", None), "take_withdrawn", None)
-    return iter(() if take is None else take())
+    return update_from_output

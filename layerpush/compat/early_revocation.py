@@ -8,50 +8,28 @@ comes first.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from types import ModuleType
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from layerpush.compat.import_hook import ImportHook
-
-logger = logging.getLogger(f"vllm.{__name__}")
+from layerpush.compat.patches import our_connectors
 
 
-class EarlyRevocation(ImportHook):
-    """Patches the V2 model runner of this process, if it uses one."""
+def revoking(plain: Callable[..., None]) -> Callable[..., None]:
+    """``finish_requests`` of the V2 model runner."""
 
-    names = frozenset({"vllm.v1.worker.gpu.model_runner"})
+    @functools.wraps(plain)
+    def finish_requests(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> None:
+        revoke(scheduler_output.kv_connector_metadata)
+        plain(self, scheduler_output, *args, **kwargs)
 
-    def patch(self, module: ModuleType) -> None:
-        runner: Any = module.GPUModelRunner
-        plain = getattr(runner, "finish_requests", None)
-        if plain is None:
-            logger.warning("GPUModelRunner.finish_requests does not exist in this vLLM: preemptions are known later")
-            return
-
-        def finish_requests(self: Any, scheduler_output: Any) -> None:
-            revoke(scheduler_output.kv_connector_metadata)
-            plain(self, scheduler_output)
-
-        runner.finish_requests = finish_requests
+    return finish_requests
 
 
 def revoke(metadata: Any) -> None:
     """The step of ``metadata`` takes blocks away from requests. Main thread. A second call for a step is harmless."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    if metadata is None or not has_kv_transfer_group():
-        return
-    for connector, ours in _ours(get_kv_transfer_group(), metadata):
-        connector.handle_preemptions(ours)
-
-
-def _ours(connector: Any, metadata: Any) -> Iterator[tuple[Any, Any]]:
-    """Our connectors, alone or in a ``MultiConnector``, each with its metadata."""
-    from layerpush.compat.metadata import LayerwiseMetadata
-
-    if isinstance(metadata, LayerwiseMetadata):
-        yield connector, metadata
-    for each, its in zip(getattr(connector, "_connectors", ()), getattr(metadata, "metadata", ()), strict=False):
-        yield from _ours(each, its)
+    if metadata is not None and has_kv_transfer_group():
+        for connector, ours in our_connectors(get_kv_transfer_group(), metadata):
+            connector.handle_preemptions(ours)

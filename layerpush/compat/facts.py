@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from layerpush.compat.patches import VARIABLE, is_on
 from layerpush.core.layout import (
     NO_STATES,
     CacheLayout,
@@ -41,6 +42,8 @@ def engine_fallback(side: NixlPushConnectorScheduler | NixlPushConnectorWorker) 
     """The reason why this engine must push whole requests, or None. Its scheduler and its workers find the same."""
     if side.use_host_buffer:
         return "the KV cache is staged in a host buffer (kv_buffer_device=cpu)"
+    if not is_on("early-revocation") and side.vllm_config.use_v2_model_runner:
+        return f"{VARIABLE} leaves out early-revocation, and vLLM uses its V2 model runner"
     if not side._has_mamba:
         return None
     specs = [group.kv_cache_spec for group in side.kv_cache_config.transfer_groups]

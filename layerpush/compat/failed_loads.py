@@ -4,62 +4,54 @@ vLLM's scheduler serves requests that hold blocks first, in a queue of their own
 its blocks back when it is at the head of that queue, and stays there. If the blocks that it needs now are not free, it
 blocks the queue: requests behind it have their KV and could run, and would give blocks back, but never get a turn. It
 may need more free blocks than it gave back: those that a prefill engine may still write are set aside, and a layer with
-a sliding window computes tokens whose KV it would not have loaded. ``install`` wraps ``Scheduler.schedule``, which then
-moves such a request to the front of the other queue. If the scheduler is paused for new requests, it waits with them.
+a sliding window computes tokens whose KV it would not have loaded. So ``Scheduler.schedule`` first moves such a request
+to the front of the other queue. If the scheduler is paused for new requests, it waits with them.
 
 A load that gives its blocks to another request ends as a failed one (``core.postponed_loads``). Its request waits for
-blocks again, whatever ``kv_load_failure_policy`` is: ``install`` wraps ``Scheduler._handle_failed_recving``, too.
+blocks again, whatever ``kv_load_failure_policy`` is: ``Scheduler._handle_failed_recving`` does not see it.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from layerpush.core.postponed_loads import PostponedLoads
+from layerpush.compat.patches import our_connectors
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 
-def install() -> None:
-    """Have every scheduler of this process move such requests. Later calls do nothing."""
-    plain = Scheduler.schedule
-    if hasattr(plain, "requeues_failed_loads"):
-        return
+def requeueing(plain: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
+    """``Scheduler.schedule``."""
 
     @functools.wraps(plain)
     def schedule(self: Scheduler, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        requeue(self)
-        output: SchedulerOutput = plain(self, *args, **kwargs)
-        return output
+        if any(each.connector_scheduler.receives for each, _ in our_connectors(self.connector)):
+            requeue(self)
+        return plain(self, *args, **kwargs)
 
-    plain_failed = Scheduler._handle_failed_recving
+    return schedule
 
-    @functools.wraps(plain_failed)
-    def handle_failed(self: Scheduler, failed: set[str]) -> set[str]:
-        waits = {request_id for request_id in failed if _gives_way(self, request_id)}
+
+def postponing(plain: Callable[..., set[str]]) -> Callable[..., set[str]]:
+    """``Scheduler._handle_failed_recving``."""
+
+    @functools.wraps(plain)
+    def handle_failed(self: Scheduler, failed: set[str], *args: Any, **kwargs: Any) -> set[str]:
+        loads = [each.connector_scheduler.postponed for each, _ in our_connectors(self.connector)]
+        waits = {request_id for request_id in failed if any(each.is_asked(request_id) for each in loads)}
         for request_id in waits & self.requests.keys():
             if self.requests[request_id].status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self.requests[request_id].num_computed_tokens = 0
                 self.failed_recving_kv_req_ids.add(request_id)
-        affected: set[str] = plain_failed(self, failed - waits)
-        return affected
+        return plain(self, failed - waits, *args, **kwargs)
 
-    schedule.requeues_failed_loads = True  # type: ignore[attr-defined]
-    Scheduler.schedule, Scheduler._handle_failed_recving = schedule, handle_failed
-
-
-def _gives_way(scheduler: Scheduler, request_id: str) -> bool:
-    connector = scheduler.connector
-    for each in getattr(connector, "_connectors", (connector,)):
-        postponed = getattr(getattr(each, "connector_scheduler", None), "postponed", None)
-        if isinstance(postponed, PostponedLoads) and postponed.is_asked(request_id):
-            return True
-    return False
+    return handle_failed
 
 
 def requeue(scheduler: Scheduler) -> None:

@@ -6,8 +6,8 @@ then has one output token, and the next step computes this token's KV. vLLM's fi
 request from its prompt alone. So ``amend`` shows it the token as the prompt's last, and one output token less. The
 second runner, V2, takes all tokens of a new request.
 
-``install`` wraps two methods of vLLM's ``Scheduler``, for schedulers whose connector has ``first_tokens``:
-``update_from_output``, which returns a step's outputs, and ``schedule``, which returns the input of the runner.
+So two methods of vLLM's ``Scheduler`` are wrapped: ``update_from_output``, which returns a step's outputs, and
+``schedule``, which returns the input of the runner.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
+from layerpush.compat.patches import our_connectors
 from layerpush.core.first_token import Missing, Parameters, sampling_digest
 from layerpush.core.request_names import is_one_of_several
 
@@ -261,36 +262,33 @@ def _refusal(request: Request, max_tokens: int) -> str | None:
     return None
 
 
-def install() -> None:
-    """Have every scheduler of this process ask its connector for first tokens. Later calls do nothing."""
-    if hasattr(Scheduler.update_from_output, "starts_with_first_tokens"):
-        return
-    plain_update, plain_schedule = Scheduler.update_from_output, Scheduler.schedule
+def starting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``Scheduler.update_from_output``."""
 
-    @functools.wraps(plain_update)
+    @functools.wraps(plain)
     def update_from_output(self: Scheduler, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
-        outputs: dict[int, EngineCoreOutputs] = plain_update(self, *args, **kwargs)
+        outputs: dict[int, EngineCoreOutputs] = plain(self, *args, **kwargs)
         for first_tokens in _of(self):
             for client, output in first_tokens.start(self):
                 outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
         return outputs
 
-    @functools.wraps(plain_schedule)
+    return update_from_output
+
+
+def amending(plain: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
+    """``Scheduler.schedule``."""
+
+    @functools.wraps(plain)
     def schedule(self: Scheduler, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        output: SchedulerOutput = plain_schedule(self, *args, **kwargs)
+        output = plain(self, *args, **kwargs)
         for first_tokens in _of(self):
             first_tokens.amend(self, output)
         return output
 
-    update_from_output.starts_with_first_tokens = True  # type: ignore[attr-defined]
-    Scheduler.update_from_output = update_from_output
-    Scheduler.schedule = schedule
+    return schedule
 
 
-def _of(scheduler: Scheduler) -> Iterator[FirstTokens]:
-    """The ``FirstTokens`` of the scheduler's connector, or of each connector in its MultiConnector."""
-    connector = scheduler.connector
-    for each in getattr(connector, "_connectors", (connector,)):
-        first_tokens = getattr(getattr(each, "connector_scheduler", None), "first_tokens", None)
-        if isinstance(first_tokens, FirstTokens):
-            yield first_tokens
+def _of(scheduler: Scheduler) -> list[FirstTokens]:
+    found = [each.connector_scheduler.first_tokens for each, _ in our_connectors(scheduler.connector)]
+    return [first_tokens for first_tokens in found if first_tokens is not None]

@@ -8,6 +8,7 @@ vLLM's handshake then runs on vLLM's thread, as it is, with the answers in the p
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import time
@@ -20,7 +21,6 @@ from itertools import product
 from typing import Any
 
 import msgspec
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
 from layerpush.compat.handshake import MAX_ANSWER_BYTES, handshake_query
 from layerpush.transport.zmtp import Req, ZmtpError, connect
@@ -201,18 +201,17 @@ def _with_answers(answers: Answers, of_vllm: Callable[[], Any]) -> Any:
         _thread.answers = None
 
 
-_upstream = base_worker.zmq_ctx
+def answering(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's ``zmq_ctx``: a thread that has answers gets them; all other code of this process gets a socket."""
 
+    @functools.wraps(plain)
+    @contextlib.contextmanager
+    def answers_or_socket(socket_type: Any, path: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        answers = getattr(_thread, "answers", None)
+        if answers is not None:
+            yield answers
+            return
+        with plain(socket_type, path, *args, **kwargs) as socket:
+            yield socket
 
-@contextlib.contextmanager
-def _answers_or_socket(socket_type: Any, path: str) -> Iterator[Any]:
-    answers = getattr(_thread, "answers", None)
-    if answers is not None:
-        yield answers
-        return
-    with _upstream(socket_type, path) as socket:
-        yield socket
-
-
-base_worker.zmq_ctx = _answers_or_socket
-"""vLLM's handshake on a thread that has answers gets them; all other code of this process gets a socket as before."""
+    return answers_or_socket

@@ -21,10 +21,11 @@ class ImportHook(MetaPathFinder, ABC):
         """Called once per module. Its exceptions reach the importer."""
 
     def install(self) -> None:
-        """Patch the modules that are imported already; the others follow when they are imported."""
+        """Patch the modules that are imported already; the others follow when they are imported. May be repeated."""
         for name in self.names & sys.modules.keys():
             self.patch(sys.modules[name])
-        sys.meta_path.insert(0, self)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self.names:

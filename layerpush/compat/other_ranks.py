@@ -10,56 +10,42 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from types import ModuleType
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from layerpush.compat.admission import connectors_in
-from layerpush.compat.early_answer import streamed
-from layerpush.compat.import_hook import ImportHook
+from layerpush.compat.admission import connectors_in, pushed_params
+from layerpush.compat.patches import our_connectors
 
-CLIENT = "vllm.v1.engine.core_client"
-CORE = "vllm.v1.engine.core"
 UTILITY = "layerpush_went_elsewhere"
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
-class OtherRanks(ImportHook):
-    """Patches the front end's client of several engine cores, and the core."""
+_calls: set[asyncio.Task[None]] = set()
 
-    names = frozenset({CLIENT, CORE})
 
-    def __init__(self) -> None:
-        self._calls: set[asyncio.Task[None]] = set()
+def notifying(plain: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """``add_request_async`` of the front end's client of several engine cores."""
 
-    def patch(self, module: ModuleType) -> None:
-        if module.__name__ == CORE:
-            module.EngineCore.layerpush_went_elsewhere = went_elsewhere
-            return
-        client: Any = getattr(module, "DPLBAsyncMPClient", None)
-        plain: Any = getattr(client, "add_request_async", None)
-        if plain is None:
-            logger.warning("%s.DPLBAsyncMPClient does not exist in this vLLM: ranks get no notice of requests", CLIENT)
-            return
+    @functools.wraps(plain)
+    async def add_request_async(client: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        await plain(client, request, *args, **kwargs)
+        if pushed_params(request.sampling_params) is not None and _is_ours(client):
+            _notify(client, request.request_id)
 
-        @functools.wraps(plain)
-        async def add_request_async(client: Any, request: Any) -> None:
-            await plain(client, request)
-            if streamed(request.sampling_params) is not None and _is_ours(client):
-                self._notify(client, request.request_id)
+    return add_request_async
 
-        client.add_request_async = add_request_async
 
-    def _notify(self, client: Any, request_id: str) -> None:
-        chosen = client.reqs_in_flight.get(request_id)
-        if chosen is None:
-            return  # it has ended
-        rank = client.core_engines.index(chosen)
-        for engine in client.core_engines:
-            if engine != chosen:
-                call = asyncio.create_task(_call(client, engine, request_id, rank))
-                self._calls.add(call)
-                call.add_done_callback(self._calls.discard)
+def _notify(client: Any, request_id: str) -> None:
+    chosen = client.reqs_in_flight.get(request_id)
+    if chosen is None:
+        return  # it has ended
+    rank = client.core_engines.index(chosen)
+    for engine in client.core_engines:
+        if engine != chosen:
+            call = asyncio.create_task(_call(client, engine, request_id, rank))
+            _calls.add(call)
+            call.add_done_callback(_calls.discard)
 
 
 def _is_ours(client: Any) -> bool:
@@ -74,10 +60,12 @@ async def _call(client: Any, engine: Any, request_id: str, rank: int) -> None:
         logger.debug("layerpush: a rank got no notice of request %s: %s", request_id, error)
 
 
-def went_elsewhere(core: Any, request_id: str, rank: int) -> None:
-    """A request was sent to the data-parallel ``rank`` of this engine, another one than this. Engine core's thread."""
-    connector = core.scheduler.connector
-    for each in getattr(connector, "_connectors", (connector,)):
-        note = getattr(getattr(each, "connector_scheduler", None), "went_elsewhere", None)
-        if note is not None:
-            note(request_id, rank)
+def notice_receiver(_: None) -> Callable[[Any, str, int], None]:
+    """A new method of vLLM's ``EngineCore``, ``UTILITY``."""
+
+    def went_elsewhere(core: Any, request_id: str, rank: int) -> None:
+        """A request was sent to another data-parallel ``rank`` of this engine. Engine core's thread."""
+        for each, _ in our_connectors(core.scheduler.connector):
+            each.connector_scheduler.went_elsewhere(request_id, rank)
+
+    return went_elsewhere

@@ -14,7 +14,7 @@ from layerpush.compat.first_tokens import sampling_of
 from layerpush.compat.nixl_connector import get_base_request_id
 from layerpush.core.first_token import Sampled
 from layerpush.core.request_names import named_prompts
-from layerpush.core.request_params import transfer_id
+from layerpush.core.request_params import is_pushed, transfer_id
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -81,7 +81,7 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
 
         vLLM may end a request with the token of a step that it has taken back.
         """
-        if is_streamed(request) and request.num_computed_tokens < request.num_prompt_tokens:
+        if is_pushed(request.kv_transfer_params) and request.num_computed_tokens < request.num_prompt_tokens:
             self._stop_heartbeat(request.request_id)
             self._reqs_need_save.pop(request.request_id, None)
             self._reqs_not_processed.add(request.request_id)
@@ -129,12 +129,6 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
         for name in (adapter, *(feature.identifier for feature in request.mm_features)):
             digest.update(b"\0" + name.encode())
         return digest.hexdigest()
-
-
-def is_streamed(request: Any) -> bool:
-    """Whether this engine is to push the KV of a vLLM request."""
-    params = request.kv_transfer_params
-    return bool(params and params.get("do_remote_decode"))
 
 
 def awaits_scheduling(request: Any) -> bool:

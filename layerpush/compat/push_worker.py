@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPu
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 from vllm.platforms import current_platform
 
+from layerpush.compat import patches
 from layerpush.compat.affinity import Affinity
 from layerpush.compat.facts import ends_with_flush, split_at
 from layerpush.compat.handshake import signed
@@ -86,6 +87,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, waker: WriterWaker
     ) -> None:
+        patches.install(patches.Process.WORKER)
         self._loop: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         with Affinity() as self._cores:
             super().__init__(vllm_config, engine_id, kv_cache_config)
@@ -106,7 +108,8 @@ class VllmPushWorker(NixlPushConnectorWorker):
         self._departed: BoundedDict[str, Any] = BoundedDict(DEPARTED_KEPT, DEPARTED_BYTES)
         self._handshakes: dict[str, Handshake] = {}
         self._handshake_errors = PeerErrors(logger)
-        self._handshake_initiation_executor = HandshakeExecutor(self._handshake_initiation_executor, self._ranks_of)
+        if patches.is_on("handshakes"):
+            self._handshake_initiation_executor = HandshakeExecutor(self._handshake_initiation_executor, self._ranks_of)
 
     # Hooks that a subclass overrides.
 
@@ -283,6 +286,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         remote_request_id: str,
         local_xfer_side_handle: int,
         remote_xfer_side_handle: int,
+        **kwargs: Any,
     ) -> int | None:
         """Post vLLM's WRITE and hand it to the writer. Returns no handle, so vLLM polls nothing."""
         if self._noted is not None:
@@ -298,6 +302,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
                 remote_request_id,
                 local_xfer_side_handle,
                 remote_xfer_side_handle,
+                **kwargs,
             ),
             request_id,
             agent_name(self._remote_agents[dst_engine_id][(0, read_spec.remote_rank)]),

@@ -92,6 +92,11 @@ def transfer_id(params: Mapping[str, object]) -> str | None:
     return cast("str | None", params.get(TRANSFER))
 
 
+def is_pushed(params: object) -> bool:
+    """Whether this engine is to push the KV of a request with these ``kv_transfer_params``."""
+    return isinstance(params, dict) and params.get("do_remote_decode") is True
+
+
 def _check_mode(mode: object) -> None:
     choices = get_args(PushMode)
     if mode is not None and mode not in choices:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from layerpush.compat import early_answer, failed_loads, first_tokens
+from layerpush.compat import early_answer, first_tokens, patches
 from layerpush.compat.facts import block_sizes, dropped_after, engine_fallback, tokens_to_load, transfer_tables
 from layerpush.compat.first_tokens import FirstTokens
 from layerpush.compat.metadata import LayerwiseMetadata
@@ -17,18 +17,17 @@ from layerpush.compat.push_scheduler import (
     StagedRegistration,
     VllmPushScheduler,
     awaits_scheduling,
-    is_streamed,
     name_prefill_request,
 )
 from layerpush.compat.spans import traces_requests
 from layerpush.compat.worker_report import WorkerReport
-from layerpush.core.config import LayerPushConfig
+from layerpush.core.config import ConfigError, LayerPushConfig
 from layerpush.core.first_token import Sampled
 from layerpush.core.last_window import LastWindows
 from layerpush.core.postponed_loads import PostponedLoads
 from layerpush.core.prefix_hits import PrefixHits, Tables
 from layerpush.core.provisional_steps import ProvisionalSteps
-from layerpush.core.request_params import chosen_mode, transfer_id
+from layerpush.core.request_params import chosen_mode, is_pushed, transfer_id
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.unreported_aborts import NEXT_REPORT_S
 from layerpush.core.wire import PROTOCOL_VERSION, Decline
@@ -73,6 +72,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: LayerPushConfig
     ) -> None:
+        patches.install(patches.Process.ENGINE_CORE)
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._config = config
         self._block_sizes = block_sizes(kv_cache_config)
@@ -99,18 +99,22 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._answered: set[str] = set()
         """P's requests that the front end has answered early."""
         self._withdrawn: set[str] = set()
-        if config.answer_early:
-            early_answer.install()
+        self._answers_early = config.answer_early and patches.is_on("early-answers")
         self._workers_settle_until, self._step_is_due = 0.0, False
         assert vllm_config.kv_transfer_config is not None
         self._request_filter = RequestFilter(vllm_config.kv_transfer_config.kv_role, config)
         self.metrics = Reporter("scheduler")
         watch_peer_errors(self.metrics, self._request_filter.peer_errors)
-        receives = vllm_config.kv_transfer_config.is_kv_consumer
+        self.receives: bool = vllm_config.kv_transfer_config.is_kv_consumer
         self._sends = vllm_config.kv_transfer_config.is_kv_producer
-        if receives:
-            failed_loads.install()
-        self._trace = TraceFile(config.trace_dir if receives else None, engine_id, SCHEDULER_RANK)
+        self._postpones = patches.is_on("failed-loads")
+        if self.receives and not self._postpones and vllm_config.kv_transfer_config.kv_load_failure_policy != "fail":
+            raise ConfigError(
+                f"environment variable {patches.VARIABLE} leaves out failed-loads, but a decode engine needs it with "
+                'kv_load_failure_policy "recompute": a request whose load fails could block all others for ever. '
+                'Set kv_load_failure_policy to "fail", or leave failed-loads in'
+            )
+        self._trace = TraceFile(config.trace_dir if self.receives else None, engine_id, SCHEDULER_RANK)
         self.metrics.total(DROPPED_RECORDS, lambda: {"trace": self._trace.dropped})
         ranks = vllm_config.parallel_config.world_size // vllm_config.parallel_config.prefill_context_parallel_size
         self.postponed = PostponedLoads(ranks)
@@ -120,10 +124,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self.first_tokens = self._first_tokens(vllm_config)
 
     def _first_tokens(self, vllm_config: VllmConfig) -> FirstTokens | None:
-        assert vllm_config.kv_transfer_config is not None
-        if self._config.first_token == "decode" or not vllm_config.kv_transfer_config.is_kv_consumer:
+        if self._config.first_token == "decode" or not self.receives or not patches.is_on("first-tokens"):
             return None
-        first_tokens.install()
         refusal = first_tokens.engine_refusal(vllm_config, self.prefill_backoff)
         if refusal is not None:
             logger.warning("layerpush: this engine computes first tokens itself, although P could: %s", refusal)
@@ -149,12 +151,12 @@ class LayerwisePushScheduler(VllmPushScheduler):
         super().on_new_request(request)
         if awaits_scheduling(request):
             self.postponed.came(request.request_id, self.prompt_names(request))
-        if is_streamed(request):
+        if is_pushed(request.kv_transfer_params):
             first_tokens.allow_stop_tokens(request)
             self._arrived[request.request_id] = transfer_id(request.kv_transfer_params)
             if (digest := self.prompt_digest(request)) is not None:
                 self._prompt_digests[request.request_id] = digest
-            if self._config.answer_early and request.kv_transfer_params.get(early_answer.MARK):
+            if self._answers_early and request.kv_transfer_params.get(early_answer.MARK):
                 self._answered.add(request.request_id)
                 self.metrics.recorder.count(EARLY_ANSWERS, "answered")
         if self._traces_requests and request.trace_headers and request.kv_transfer_params:
@@ -191,7 +193,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         elif awaits_scheduling(request):
             self._decline(request)
             self.forget_receive(request)
-        if not is_streamed(request):
+        if not is_pushed(request.kv_transfer_params):
             return
         self.last_windows.release(request.request_id)  # the request may have been preempted
         dropped = dropped_after(self.kv_cache_config, request.num_prompt_tokens)
@@ -244,7 +246,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         extended = LayerwiseMetadata.extending(metadata)
         extended.cancelled = self.awaited.cancelled(time.perf_counter())
         extended.short_of_blocks = self._is_short_of_blocks()
-        extended.unregistered = self.postponed.to_unregister(extended.short_of_blocks)
+        extended.unregistered = self.postponed.to_unregister(extended.short_of_blocks and self._postpones)
         extended.prompt_digests, self._prompt_digests = self._prompt_digests, {}
         extended.trace_headers, self._trace_headers = self._trace_headers, {}
         extended.declined, self._declined = self._declined, []

@@ -554,7 +554,8 @@ def test_an_engine_that_cannot_use_p_s_tokens_logs_it_once(decode: Build, caplog
 def test_reasons_for_an_engine_to_use_no_token_of_p(world: None, model: Path) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from layerpush.compat.first_tokens import engine_refusal, install
+    from layerpush.compat import patches
+    from layerpush.compat.first_tokens import engine_refusal
 
     class Overriding(Scheduler):
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -563,7 +564,7 @@ def test_reasons_for_an_engine_to_use_no_token_of_p(world: None, model: Path) ->
     class Inheriting(Scheduler):
         pass
 
-    install()
+    patches.install(patches.Process.ENGINE_CORE)
     config = config_of(model, "kv_consumer", "d-0")
     assert engine_refusal(config, prefill_backoff=0) is None
     assert engine_refusal(config, prefill_backoff=1) == "P computes this model's prompts only up to their last tokens"

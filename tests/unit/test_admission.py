@@ -8,17 +8,18 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from layerpush.compat.admission import FRONT_END, AdmissionHook, ConnectorSettings, connectors_in
+from layerpush.compat.admission import ConnectorSettings, checking, connectors_in
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.request_params import ParamsError, check_request_id
 from layerpush.worker.request_filter import RequestFilter
 
+FRONT_END = "vllm.v1.engine.input_processor"
 OURS = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer"}
 GOOD = {
     "do_remote_prefill": True,
@@ -83,7 +84,7 @@ class Processor:
 @pytest.fixture
 def front_end() -> Iterator[type[Processor]]:
     plain = Processor.process_inputs
-    AdmissionHook().patch(SimpleNamespace(InputProcessor=Processor))  # type: ignore[arg-type]
+    Processor.process_inputs = checking(plain)  # type: ignore[method-assign]
     yield Processor
     Processor.process_inputs = plain  # type: ignore[method-assign]
 
@@ -156,19 +157,6 @@ def test_other_requests_pass_the_check_unchanged(front_end: type[Processor], tra
     assert processor.process_inputs("1", prompt="p", params=params, tasks=()) == ("1", "p", params, (), 0)
 
 
-def test_the_check_is_installed_once(front_end: type[Processor]) -> None:
-    once = front_end.process_inputs
-    AdmissionHook().patch(SimpleNamespace(InputProcessor=front_end))  # type: ignore[arg-type]
-    assert front_end.process_inputs is once
-    assert once.__doc__ == "Its docstring."
-
-
-def test_a_vllm_without_process_inputs_gets_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "vllm.layerpush"):
-        AdmissionHook().patch(ModuleType("empty"))
-    assert "InputProcessor.process_inputs does not exist in this vLLM" in caplog.text
-
-
 def test_the_installed_vllm_has_process_inputs() -> None:
     processor = importlib.import_module(FRONT_END).InputProcessor
     names = list(inspect.signature(processor.process_inputs).parameters)
@@ -182,7 +170,7 @@ def test_vllms_plugin_loader_installs_the_check_without_an_import(order: str) ->
     lazy = f"import sys\nassert {FRONT_END!r} not in sys.modules\n"
     use = f"import {FRONT_END} as front_end\n"
     code = load + lazy + use if order == "load, then import" else use + load
-    code += "assert front_end.InputProcessor.process_inputs.checked_by_layerpush\n"
+    code += "assert front_end.InputProcessor.process_inputs.patched_by_layerpush == ('request-checks',)\n"
     code += "import inspect; assert 'class InputProcessor' in inspect.getsource(front_end)\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

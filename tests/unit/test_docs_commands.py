@@ -16,6 +16,7 @@ import yaml
 
 from bench import OUTPUT, RESULTS
 from bench.calm import VARIABLE
+from layerpush.compat import patches
 from tests.docblocks import PAGES as ALL_PAGES
 from tests.docblocks import ROOT, Block, blocks, command_blocks, commands, needs_lines
 from tests.docprograms import UCX, IncompleteCommandError, WrongCommandError, check, check_transfer_config
@@ -82,7 +83,9 @@ AFTER_SETUP = {
 }
 """Commands that replace these in an existing environment."""
 
-OTHERS = frozenset({"HF_HUB_OFFLINE", "OMP_NUM_THREADS", "NIXL_PLUGIN_DIR", "PIP_EXTRA_INDEX_URL", VARIABLE})
+OTHERS = frozenset(
+    {"HF_HUB_OFFLINE", "OMP_NUM_THREADS", "NIXL_PLUGIN_DIR", "PIP_EXTRA_INDEX_URL", VARIABLE, patches.VARIABLE}
+)
 _INLINE = re.compile(r"(?<!`)`((?:layerpush |make |vllm serve |pip install |scripts/(?=[a-z-]+ ))[^`\n]+)`(?!`)")
 _VARIABLE = re.compile(r"\b(?:VLLM|UCX|NIXL|LAYERPUSH|HF|OMP|PIP)_[A-Z0-9_]*[A-Z0-9]\b(?!\*)")
 _FIRST_ASSIGNED = ("CUDA_VISIBLE_DEVICES", "PYTHON", "PYTHONPATH", "id", "prompt", "params")

@@ -15,6 +15,7 @@ import pytest
 from layerpush import plugin
 from layerpush.apps import doctor
 from layerpush.apps.doctor import Result, Verdict
+from layerpush.compat import patches
 
 OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
 UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
@@ -216,3 +217,24 @@ def test_a_check_that_raises_fails_and_the_others_run(monkeypatch: pytest.Monkey
     assert (first.check, first.verdict, first.found) == ("first", FAIL, "OSError: libthing.so: cannot open")
     assert first.advice
     assert (second.check, second.verdict) == ("second", OK)
+
+
+def test_every_patch_of_the_installed_vllm_is_printed_with_its_targets() -> None:
+    result = doctor.check_patches()
+    expect(result, OK, "first-tokens is on: ")
+    assert "\n    engine core: vllm.v1.core.sched.scheduler:Scheduler.schedule\n" in result.found
+
+
+def test_a_patch_without_its_target_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = patches.Target(
+        patches.Process.WORKER, "vllm.v1.request:Request.gone", "layerpush.compat.admission:checking"
+    )
+    monkeypatch.setattr(patches, "PATCHES", (patches.Patch("one", (target,), "Why.", "Lost."),))
+    expect(doctor.check_patches(), WARN, "worker: vllm.v1.request:Request.gone DOES NOT EXIST", "without one")
+
+
+def test_a_patch_that_is_left_out_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(patches.VARIABLE, "handshakes")
+    expect(doctor.check_patches(), WARN, "handshakes is off", "unset LAYERPUSH_WITHOUT_PATCHES")
+    monkeypatch.setenv(patches.VARIABLE, "handshake")
+    expect(doctor.check_patches(), FAIL, "no patch handshake; known: ")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from layerpush.compat.early_answer import MARK, EarlyAnswers, _allows, _wants_the_transfer_only
+from layerpush.compat.early_answer import MARK, _allows, _wants_the_transfer_only, answering_early
 
 NAME = "LayerwisePushConnector"
 
@@ -62,7 +62,7 @@ def test_a_mark_from_a_client_is_ignored(field: dict[str, Any]) -> None:
     """Only layerpush may set the mark."""
     transfer = {"do_remote_decode": True, MARK: True}
     usual = {"n": 1, "output_kind": SimpleNamespace(name="FINAL_ONLY"), "extra_args": {"kv_transfer_params": transfer}}
-    generate: Any = EarlyAnswers()._generate(FrontEnd.generate)  # type: ignore[arg-type]
+    generate: Any = answering_early(FrontEnd.generate)  # type: ignore[arg-type]
     assert generate(FrontEnd(), {"prompt_token_ids": [1]}, SimpleNamespace(**usual | field), "r") == "whole"
     assert MARK not in transfer
 

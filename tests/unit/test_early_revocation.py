@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import ast
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.distributed import kv_transfer
 
-from layerpush.compat.early_revocation import EarlyRevocation
+from layerpush.compat.early_revocation import revoking
 from layerpush.compat.metadata import LayerwiseMetadata
 from tests.quotes import package
 
 
 class Connector:
-    def __init__(self, done: list[Any]) -> None:
-        self.done = done
+    def __init__(self, done: list[Any], is_layerpush: bool = True) -> None:
+        self.done, self.is_layerpush = done, is_layerpush
 
     def handle_preemptions(self, metadata: Any) -> None:
         self.done.append(metadata)
@@ -24,12 +24,10 @@ class Connector:
 
 def runner(done: list[Any]) -> Any:
     class GPUModelRunner:
+        @revoking
         def finish_requests(self, scheduler_output: Any) -> None:
             done.append("vLLM")
 
-    module: Any = ModuleType("model_runner")
-    module.GPUModelRunner = GPUModelRunner
-    EarlyRevocation().patch(module)
     return GPUModelRunner()
 
 
@@ -49,14 +47,16 @@ def test_the_connector_gets_the_metadata_before_the_runner_continues(monkeypatch
 def test_of_several_connectors_only_ours_gets_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     ours, other = LayerwiseMetadata(), SimpleNamespace()
-    several = SimpleNamespace(_connectors=[Connector(done), Connector(done)])
+    several = SimpleNamespace(_connectors=[Connector(done, is_layerpush=False), Connector(done)])
     assert step(done, several, SimpleNamespace(metadata=(other, ours)), monkeypatch) == [ours, "vLLM"]
 
 
 @pytest.mark.parametrize("metadata", [None, SimpleNamespace()])
 def test_engines_without_our_connector_are_left_alone(metadata: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
-    assert step(done, None if metadata is None else Connector(done), metadata, monkeypatch) == ["vLLM"]
+    assert step(done, None if metadata is None else Connector(done, is_layerpush=False), metadata, monkeypatch) == [
+        "vLLM"
+    ]
 
 
 def test_vllm_calls_the_patched_method_before_it_overwrites_blocks() -> None:

@@ -15,7 +15,7 @@ import pytest
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
-from layerpush.compat import handshake_executor
+from layerpush.compat import handshake_executor, patches
 from layerpush.compat.handshake import MAX_ANSWER_BYTES, handshake_query
 from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor
 from layerpush.transport import zmtp
@@ -49,6 +49,7 @@ def of_vllm(host: str, port: int, tp_size: int, engine_id: str, dcp: int, pp: in
 
 @pytest.fixture
 def handshakes() -> Iterator[HandshakeExecutor]:
+    patches.install(patches.Process.WORKER)
     one = HandshakeExecutor(ThreadPoolExecutor(1, "vllm"), lambda tp_size, _: range(tp_size))
     yield one
     one.shutdown(wait=False)
