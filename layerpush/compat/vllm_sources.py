@@ -75,10 +75,8 @@ class VllmSources:
         for node in _statements(scope.body):
             if name in _defined(node):
                 return module, node
-        for method in scope.body:
-            for each in ast.walk(method):
-                if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and each.attr == name:
-                    return module, each
+        if name in (stored := _stored(scope)):
+            return module, stored[name]
         for base in scope.bases:
             plain = base.value if isinstance(base, ast.Subscript) else base
             parent = self._in_module(module, plain.id) if isinstance(plain, ast.Name) else None
@@ -106,6 +104,13 @@ def _defined(node: ast.stmt) -> set[str]:
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+
+
+@cache
+def _stored(scope: ast.ClassDef) -> dict[str, ast.AST]:
+    """The attributes that the methods of a class assign."""
+    found = [each for each in ast.walk(scope) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)]
+    return {each.attr: each for each in found}
 
 
 def _imported(home: Path, module: str, node: ast.ImportFrom) -> str:
