@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from layerpush.compat.facts import returns_aux_outputs
+from layerpush.compat.engine_settings import returns_aux_outputs
 from layerpush.compat.metadata import LayerwiseMetadata
 from layerpush.compat.nixl_connector import NixlBaseConnector, NixlPushConnector
 from layerpush.compat.prometheus import LayerPushPromMetrics

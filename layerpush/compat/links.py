@@ -12,7 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMet
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 
-from layerpush.compat.facts import state_parts
+from layerpush.compat.cache_layout import state_parts
+from layerpush.compat.kinds import has_states
 from layerpush.transport.base import Route
 from layerpush.transport.link import Link
 
@@ -58,7 +59,7 @@ def mismatch(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
     remote = topology.get_engine_info(engine_id)
     if remote.remote_block_size != worker.block_size:
         return f"its block size is {remote.remote_block_size} tokens, ours {worker.block_size}"
-    if worker._has_mamba and remote.remote_tp_size != topology.tp_size:
+    if remote.remote_tp_size != topology.tp_size and has_states(worker.kv_cache_config):
         return (
             f"it has {remote.remote_tp_size} tensor parallel ranks, we {topology.tp_size},"
             " and a model with Mamba layers needs as many on both sides"

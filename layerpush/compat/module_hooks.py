@@ -6,13 +6,12 @@ that torch has compiled. Then the sweep covers the layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-
-from layerpush.compat.facts import is_drafted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,3 +74,17 @@ def _is_capturing() -> bool:
 def _class_of(module: torch.nn.Module) -> str:
     """Exact: a subclass may write elsewhere."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def drafted(vllm_config: VllmConfig, names: Iterable[str]) -> frozenset[str]:
+    """Those of the layers ``names`` that a drafter may compute after the model's forward."""
+    if vllm_config.speculative_config is None:
+        return frozenset()
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    return frozenset(name for name in names if is_drafted(name, layers))
+
+
+def is_drafted(name: str, layers: int) -> bool:
+    """Whether a layer may be a drafter's: those have numbers after the model's ``layers``, or a prefix."""
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    return found is None or int(found[1]) >= layers or "draft" in name or "mtp" in name

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 
 from layerpush.compat import patches
 from layerpush.compat.affinity import Affinity
-from layerpush.compat.facts import ends_with_flush, split_at
+from layerpush.compat.engine_settings import ends_with_flush, split_at
 from layerpush.compat.handshake import signed
 from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor
 from layerpush.compat.heartbeats import Heartbeats

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from layerpush.core.step_plan import WHOLE_PROMPT
+from layerpush.core.kv_kind import KvKind
 from layerpush.core.wire import NULL_BLOCK
 
 Tables = Sequence[Sequence[int]]
@@ -18,10 +18,10 @@ Tables = Sequence[Sequence[int]]
 
 
 class PrefixHits:
-    """The hits of requests that are not scheduled yet. ``block_sizes``: tokens in a block, for each group."""
+    """The hits of requests that are not scheduled yet. ``kinds``: the kind of each group's cache."""
 
-    def __init__(self, block_sizes: Sequence[int]) -> None:
-        self._block_sizes = tuple(block_sizes)
+    def __init__(self, kinds: Sequence[KvKind]) -> None:
+        self._kinds = tuple(kinds)
         self._hits: dict[str, int] = {}
 
     def found(self, request_id: str, tokens: int) -> None:
@@ -52,9 +52,9 @@ class PrefixHits:
         for request_id, tokens in scheduled.items():
             start = min(hits.get(request_id, computed[request_id]), computed[request_id])
             end = computed[request_id] + tokens
-            for size, table in zip(self._block_sizes, tables(request_id), strict=True):
-                if size != WHOLE_PROMPT:
-                    written.update(table[start // size : -(-end // size)])
+            for kind, table in zip(self._kinds, tables(request_id), strict=True):
+                if not kind.is_state:
+                    written.update(kind.blocks_between(table, start, end))
         written.discard(NULL_BLOCK)
         return {
             request_id: min([tokens, computed[request_id], *self._untouched(tables(request_id), written)])
@@ -64,7 +64,7 @@ class PrefixHits:
     def _untouched(self, tables: Tables, written: set[int]) -> list[int]:
         """For each group, the tokens before the first written block."""
         return [
-            next((index for index, block in enumerate(table) if block in written), len(table)) * size
-            for size, table in zip(self._block_sizes, tables, strict=True)
-            if size != WHOLE_PROMPT
+            next((index for index, block in enumerate(table) if block in written), len(table)) * kind.block_tokens
+            for kind, table in zip(self._kinds, tables, strict=True)
+            if not kind.is_state
         ]

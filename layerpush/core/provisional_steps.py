@@ -11,20 +11,20 @@ step ``in_flight`` steps later: it has at most that many steps in flight, and pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from layerpush.core.kv_kind import KvKind
 from layerpush.core.prefix_hits import Tables
-from layerpush.core.step_plan import WHOLE_PROMPT
 from layerpush.core.wire import NULL_BLOCK
 
 
 class ProvisionalSteps:
-    """``block_sizes``: tokens in a block, for each group. ``in_flight``: vLLM's maximum of steps in flight; at 1 it
+    """``kinds``: the kind of each group's cache. ``in_flight``: vLLM's maximum of steps in flight; at 1 it
     processes each step before it plans the next.
     """
 
-    def __init__(self, block_sizes: Sequence[int], in_flight: int) -> None:
-        self._block_sizes = tuple(block_sizes)
+    def __init__(self, kinds: Sequence[KvKind], in_flight: int) -> None:
+        self._kinds = tuple(kinds)
         self._in_flight = in_flight
         self._step = 0
         self._loads: dict[int, set[int]] = {}
@@ -69,6 +69,5 @@ class ProvisionalSteps:
         self._awaited.pop(request_id, None)
 
     def _blocks(self, tables: Tables, start: int, end: int) -> Iterator[int]:
-        for size, table in zip(self._block_sizes, tables, strict=True):
-            part: Iterable[int] = table if size == WHOLE_PROMPT else table[start // size : -(-end // size)]
-            yield from (block for block in part if block != NULL_BLOCK)
+        for kind, table in zip(self._kinds, tables, strict=True):
+            yield from (block for block in kind.blocks_between(table, start, end) if block != NULL_BLOCK)

@@ -8,7 +8,7 @@ from layerpush.core.config import PushMode
 
 SHORT_PROMPT = "the prompt is shorter than layerwise_min_tokens"
 LATE_REGISTRATION = "no decode engine had registered when prefill finished"
-"""Reasons to push one request whole. ``compat.facts`` has the reasons that hold for a whole engine."""
+"""Reasons to push one request whole. ``compat.engine_settings`` has the reasons that hold for a whole engine."""
 
 
 @dataclass(frozen=True, slots=True)

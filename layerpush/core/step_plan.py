@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layerpush.core.config import PushMode
-
-WHOLE_PROMPT = sys.maxsize
-"""The block size of layers with a state: one block, complete at the end of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerpush.compat.facts import engine_fallback, has_states, layer_bytes, slot_views
+from layerpush.compat.cache_layout import layer_bytes, slot_views
+from layerpush.compat.engine_settings import engine_fallback
+from layerpush.compat.kinds import has_states
 from layerpush.compat.links import has_equal_blocks
 from layerpush.compat.rings import own_ring, peer_ring, register_ring, release_ring
 from layerpush.core.config import LayerPushConfig
@@ -85,7 +87,7 @@ class WorkerPacking:
         """
         if self._config.packing == "off" or not self._config.layerwise:
             return
-        if has_states(self._worker):
+        if has_states(self._worker.kv_cache_config):
             logger.info("layerpush packs nothing: the model has layers with a state")
             return
         if engine_fallback(self._worker) is not None:

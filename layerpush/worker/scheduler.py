@@ -9,8 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from layerpush.compat import early_answer, first_tokens, patches
-from layerpush.compat.facts import block_sizes, dropped_after, engine_fallback, tokens_to_load, transfer_tables
+from layerpush.compat.engine_settings import engine_fallback
 from layerpush.compat.first_tokens import FirstTokens
+from layerpush.compat.kinds import CacheKinds
 from layerpush.compat.metadata import LayerwiseMetadata
 from layerpush.compat.nixl_connector import NixlConnectorMetadata
 from layerpush.compat.push_scheduler import (
@@ -75,12 +76,12 @@ class LayerwisePushScheduler(VllmPushScheduler):
         patches.install(patches.Process.ENGINE_CORE)
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._config = config
-        self._block_sizes = block_sizes(kv_cache_config)
+        self._kinds = CacheKinds(kv_cache_config)
         self._prompts: dict[str, tuple[Request, PromptProgress]] = {}
         self._dropped: dict[str, tuple[Request, list[range]]] = {}
         """P's requests whose last token needs blocks that vLLM drops, and the indices of those blocks in each group."""
-        self._prefix_hits = PrefixHits(self._block_sizes)
-        self._provisional_steps = ProvisionalSteps(self._block_sizes, vllm_config.max_concurrent_batches)
+        self._prefix_hits = PrefixHits(self._kinds.transferred)
+        self._provisional_steps = ProvisionalSteps(self._kinds.transferred, vllm_config.max_concurrent_batches)
         self._token_may_be_stale = vllm_config.max_concurrent_batches > 1
         """After a rewind, vLLM may give a request the token of a step that it has taken back."""
         self._prompt_digests: dict[str, str] = {}
@@ -179,7 +180,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._unplaced[request.request_id] = request
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if loads and num_computed_tokens + tokens == request.num_tokens:
-            tokens = max(0, tokens_to_load(self.kv_cache_config, request.num_tokens) - num_computed_tokens)
+            tokens = max(0, self._kinds.tokens_to_load(request.num_tokens) - num_computed_tokens)
         return tokens, loads and tokens > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -196,7 +197,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if not is_pushed(request.kv_transfer_params):
             return
         self.last_windows.release(request.request_id)  # the request may have been preempted
-        dropped = dropped_after(self.kv_cache_config, request.num_prompt_tokens)
+        dropped = self._kinds.blocks_dropped_after(request.num_prompt_tokens)
         if any(dropped):
             self._dropped[request.request_id] = request, dropped
         known = self._prompts.get(request.request_id)
@@ -209,7 +210,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         streams = self._can_stream and long_enough and (chosen or self._config.mode) != "request"
         watched = self._can_stream and self._config.trace_dir is not None
         if streams or watched or chosen is not None:
-            progress = PromptProgress(request.request_id, self._block_sizes, streams, chosen)
+            progress = PromptProgress(request.request_id, self._kinds.block_sizes, streams, chosen)
             self._prompts[request.request_id] = (request, progress)
 
     def _decline(self, request: Request) -> None:
@@ -368,7 +369,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             table = blocks.get_block_ids(request_id)
             if table is None:
                 continue
-            tables = transfer_tables(self.kv_cache_config, table)
+            tables = self._kinds.transfer_tables(table)
             epoch = progress.epoch
             new = []
             if not progress.chunks and cached.get(request_id):
@@ -392,7 +393,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
         """Whether a request that vLLM has looked at in this step needs more blocks than are free."""
         unplaced, self._unplaced = self._unplaced, {}
         free = self._block_pool.get_num_free_blocks()
-        return any(sum(-(-each.num_tokens // size) for size in self._block_sizes) > free for each in unplaced.values())
+        return any(
+            sum(-(-each.num_tokens // size) for size in self._kinds.block_sizes) > free for each in unplaced.values()
+        )
 
     def _hold_last_windows(self, output: SchedulerOutput) -> None:
         for request_id, (request, dropped) in self._dropped.items():
@@ -414,7 +417,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         def tables(request_id: str) -> Tables:
             table = blocks.get_block_ids(request_id) if blocks is not None else None
             assert table is not None
-            return transfer_tables(self.kv_cache_config, table)
+            return self._kinds.transfer_tables(table)
 
         for request_id in self._provisional_steps.found(hits, computed, tables):
             if request_id in self._prompts:

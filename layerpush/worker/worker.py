@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from layerpush.compat import module_hooks
-from layerpush.compat.facts import (
-    cache_layout,
+from layerpush.compat.cache_layout import cache_layout, device_of
+from layerpush.compat.engine_settings import (
     captured_tokens,
-    device_of,
-    drafted,
     only_decodes,
     runs_in_microbatches,
     worker_fallback,
@@ -146,7 +144,7 @@ class LayerwisePushWorker(VllmPushWorker):
             fences_for(device),
             wake_lazily=self._waker.wake_lazily,
             hooked=hooked,
-            drafted=drafted(self.vllm_config, layout.index_of),
+            drafted=module_hooks.drafted(self.vllm_config, layout.index_of),
         )
         self._connections = Connections(
             self, self.transport, config.allowed_hosts, self._search, on_lost=self._peer_lost

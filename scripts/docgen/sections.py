@@ -16,6 +16,7 @@ from scripts.docgen import (
     contributing,
     figures,
     hooks,
+    kinds,
     limits,
     messages,
     metrics,
@@ -82,6 +83,7 @@ SECTIONS: Mapping[str, Section] = {
     "proxy-options": Section((PROXY,), lambda _: options.proxy()),
     "patches": Section((COMPATIBILITY,), lambda _: patches.patches()),
     "unhooked-layers": Section((COMPATIBILITY,), hooks.layers),
+    "kinds": Section((COMPATIBILITY,), lambda _: kinds.table_of_kinds()),
     "versions": Section((COMPATIBILITY,), versions.tables),
     "contributing": Section((CONTRIBUTING,), contributing.page),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 
 @pytest.mark.parametrize(
@@ -21,11 +22,15 @@ import pytest
     ],
 )
 def test_a_mismatch_of_two_engines_has_a_reason(block_size: int, ranks: int, mamba: bool, reason: str | None) -> None:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
     from layerpush.compat.links import mismatch
 
     remote = SimpleNamespace(remote_block_size=block_size, remote_tp_size=ranks)
     topology = SimpleNamespace(tp_size=2, get_engine_info={"other": remote}.__getitem__)
-    worker = SimpleNamespace(transfer_topo=topology, block_size=32, _has_mamba=mamba)
+    group = KVCacheGroupSpec(["state"], MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float16,)))
+    cache = KVCacheConfig(8, [], [group] if mamba else [])
+    worker = SimpleNamespace(transfer_topo=topology, block_size=32, kv_cache_config=cache)
     found = mismatch(worker, "other")  # type: ignore[arg-type]
     assert (found is None) == (reason is None)
     assert reason is None or reason in str(found)

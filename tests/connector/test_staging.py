@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench.forward.models import MODELS
-from layerpush.compat.facts import layer_bytes
+from layerpush.compat.cache_layout import layer_bytes
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.wire import Window
 from layerpush.transport.base import Route, WriteState

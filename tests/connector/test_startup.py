@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.compat.facts import captured_tokens
+from layerpush.compat.engine_settings import captured_tokens
 from layerpush.connector import LayerwisePushConnector
 from layerpush.core.config import ConfigError
 from layerpush.prefill.unhooked_layers import GRAPH_TOKENS

@@ -155,9 +155,9 @@ def test_the_compatibility_tables_quote_existing_messages() -> None:
 
 
 def test_every_fallback_of_an_engine_is_in_the_compatibility_tables() -> None:
-    source = (ROOT / "layerpush/compat/facts.py").read_text()
+    source = "".join((ROOT / f"layerpush/compat/{name}.py").read_text() for name in ("engine_settings", "kinds"))
     text = (ROOT / COMPATIBILITY).read_text()
-    reasons = re.findall(r'return "((?:the|prefill|part) [^"]+)"', source)
+    reasons = re.findall(r'(?:return |fallback=)"((?:the|prefill|part) [^"]+)"', source)
     assert len(reasons) == 5
     assert [reason for reason in reasons if f"`{reason}`" not in text] == []
 

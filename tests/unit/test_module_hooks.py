@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerpush.compat.facts import drafted
-from layerpush.compat.module_hooks import MLA, WRITTEN, watch
+from layerpush.compat.module_hooks import MLA, WRITTEN, drafted, watch
 from scripts.docgen.hooks import Source
 from tests.quotes import package
 

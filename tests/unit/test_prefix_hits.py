@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from layerpush.core.kv_kind import WHOLE_PROMPT, KvKind
 from layerpush.core.prefix_hits import PrefixHits
-from layerpush.core.step_plan import WHOLE_PROMPT
 
 SIZE = 16
 TABLES = {"p-1": [[1, 2, 3, 4]], "p-2": [[1, 2, 3, 5]], "p-3": [[8, 9, 3]]}
@@ -39,7 +39,7 @@ TABLES = {"p-1": [[1, 2, 3, 4]], "p-2": [[1, 2, 3, 5]], "p-3": [[8, 9, 3]]}
 def test_a_hit_ends_at_the_first_block_that_the_step_writes(
     hits: dict[str, int], scheduled: dict[str, int], computed: dict[str, int], expected: dict[str, int]
 ) -> None:
-    found = PrefixHits([SIZE])
+    found = PrefixHits([KvKind(SIZE)])
     for request_id, tokens in hits.items():
         found.found(request_id, tokens)
     assert found.in_memory(found.take(scheduled), scheduled, computed, TABLES.__getitem__) == expected
@@ -47,26 +47,32 @@ def test_a_hit_ends_at_the_first_block_that_the_step_writes(
 
 def test_the_shortest_group_decides() -> None:
     tables = {"p-1": [[1, 2, 3, 4, 5], [6, 7, 8]], "p-2": [[11], [7]]}
-    found = PrefixHits([16, 32]).in_memory({"p-1": 64}, {"p-1": 8, "p-2": 1}, {"p-1": 64, "p-2": 0}, tables.__getitem__)
+    found = PrefixHits([KvKind(16), KvKind(32)]).in_memory(
+        {"p-1": 64}, {"p-1": 8, "p-2": 1}, {"p-1": 64, "p-2": 0}, tables.__getitem__
+    )
     assert found == {"p-1": 32}
 
 
 def test_a_written_state_shortens_no_hit() -> None:
     """The step begins with a copy of the state that it hits. P's table has the newest state only."""
     tables = {"p-1": [[1, 2, 3, 4], [9]]}
-    found = PrefixHits([16, WHOLE_PROMPT]).in_memory({"p-1": 48}, {"p-1": 8}, {"p-1": 48}, tables.__getitem__)
+    found = PrefixHits([KvKind(16), KvKind(WHOLE_PROMPT, is_state=True)]).in_memory(
+        {"p-1": 48}, {"p-1": 8}, {"p-1": 48}, tables.__getitem__
+    )
     assert found == {"p-1": 48}
 
 
 def test_a_null_block_shortens_no_hit() -> None:
     """Groups of sliding windows have it in the place of dropped blocks."""
     tables = {"p-1": [[0, 2, 3, 4]], "p-2": [[0, 0, 7]]}
-    found = PrefixHits([16]).in_memory({"p-1": 48}, {"p-1": 8, "p-2": 48}, {"p-1": 48, "p-2": 0}, tables.__getitem__)
+    found = PrefixHits([KvKind(16)]).in_memory(
+        {"p-1": 48}, {"p-1": 8, "p-2": 48}, {"p-1": 48, "p-2": 0}, tables.__getitem__
+    )
     assert found == {"p-1": 48}
 
 
 def test_a_hit_is_taken_once_and_can_be_forgotten() -> None:
-    hits = PrefixHits([SIZE])
+    hits = PrefixHits([KvKind(SIZE)])
     for name in ("p-1", "p-2"):
         hits.found(name, 48)
     hits.forget("p-2")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from layerpush.core.kv_kind import WHOLE_PROMPT, KvKind
 from layerpush.core.provisional_steps import ProvisionalSteps
-from layerpush.core.step_plan import WHOLE_PROMPT
 
 SIZE = 16
 TABLES = {"p-1": [[1, 2, 3, 4]], "p-2": [[1, 2, 3, 5]], "p-3": [[1, 6, 7, 8]]}
@@ -41,7 +41,7 @@ def found(steps: ProvisionalSteps, hits: dict[str, int], computed: dict[str, int
 def test_requests_that_read_loaded_blocks_are_provisional(
     hits: dict[str, int], computed: dict[str, int], expected: set[str]
 ) -> None:
-    steps = ProvisionalSteps([SIZE], 1)
+    steps = ProvisionalSteps([KvKind(SIZE)], 1)
     steps.begin()
     assert found(steps, hits, computed) == expected
 
@@ -50,7 +50,7 @@ def test_requests_that_read_loaded_blocks_are_provisional(
 def test_blocks_may_be_lost_until_the_result_of_their_step_is_processed(
     in_flight: int, later: int, expected: set[str]
 ) -> None:
-    steps = ProvisionalSteps([SIZE], in_flight)
+    steps = ProvisionalSteps([KvKind(SIZE)], in_flight)
     steps.begin()
     assert found(steps, {"p-1": 0}, {"p-1": 48}) == {"p-1"}
     for _ in range(later):
@@ -60,14 +60,14 @@ def test_blocks_may_be_lost_until_the_result_of_their_step_is_processed(
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
 def test_a_prompt_is_accepted_once_when_its_last_step_is_processed(in_flight: int) -> None:
-    steps = ProvisionalSteps([SIZE], in_flight)
+    steps = ProvisionalSteps([KvKind(SIZE)], in_flight)
     steps.begin()
     steps.awaits("p-1")
     assert [steps.begin() for _ in range(4)] == [["p-1"] if step == in_flight else [] for step in range(1, 5)]
 
 
 def test_a_prompt_that_begins_anew_is_not_accepted() -> None:
-    steps = ProvisionalSteps([SIZE], 2)
+    steps = ProvisionalSteps([KvKind(SIZE)], 2)
     steps.begin()
     steps.awaits("p-1")
     assert steps.begin() == []
@@ -79,7 +79,7 @@ def test_a_prompt_that_begins_anew_is_not_accepted() -> None:
 def test_states_and_null_blocks() -> None:
     """A request that hits a state which is being loaded is provisional; a null block makes none so."""
     tables = {"p-1": [[0, 2, 3], [9]], "p-2": [[0, 5, 6], [9]], "p-3": [[0, 7, 8], [10]]}
-    steps = ProvisionalSteps([SIZE, WHOLE_PROMPT], 1)
+    steps = ProvisionalSteps([KvKind(SIZE), KvKind(WHOLE_PROMPT, is_state=True)], 1)
     steps.begin()
     hits = {"p-1": 0, "p-2": 32, "p-3": 32}
     assert steps.found(hits, dict.fromkeys(hits, 32), tables.__getitem__) == {"p-1", "p-2"}

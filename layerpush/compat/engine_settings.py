@@ -1,0 +1,77 @@
+"""Settings of an engine that decide how layerpush pushes, from vLLM's configuration, scheduler and worker."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+
+from layerpush.compat.kinds import CacheKinds
+from layerpush.compat.patches import VARIABLE, is_on
+from layerpush.transport.nixl import SPLIT_AT
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def engine_fallback(side: NixlPushConnectorScheduler | NixlPushConnectorWorker) -> str | None:
+    """The reason why this engine must push whole requests, or None. Its scheduler and its workers find the same."""
+    if side.use_host_buffer:
+        return "the KV cache is staged in a host buffer (kv_buffer_device=cpu)"
+    if not is_on("early-revocation") and side.vllm_config.use_v2_model_runner:
+        return f"{VARIABLE} leaves out early-revocation, and vLLM uses its V2 model runner"
+    return CacheKinds(side.kv_cache_config).fallback()
+
+
+def worker_fallback(worker: NixlPushConnectorWorker) -> str | None:
+    """The reason why this worker must push whole requests; None if there is none. ``cache_layout`` may find another."""
+    if (reason := engine_fallback(worker)) is not None:
+        return reason
+    if worker.pcp_size > 1:
+        return "prefill context parallelism shards the KV of a layer over ranks"
+    if worker._is_csa_linear or worker._scratch_region_indices:
+        return "the model has scratch or shared-state regions that belong to no layer"
+    if any(group.host_resident for group in worker.kv_cache_config.transfer_groups):
+        return "part of the KV cache lives in host memory"
+    return None
+
+
+def runs_in_microbatches(vllm_config: VllmConfig) -> bool:
+    """Whether a step runs in microbatches: a layer's hook then fires before all of the layer is computed."""
+    return bool(vllm_config.parallel_config.use_ubatching)
+
+
+def captured_tokens(vllm_config: VllmConfig) -> int:
+    """The most tokens of a step that may replay a CUDA graph. 0: there are no graphs, or the size is not known."""
+    return int(getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0)
+
+
+def returns_aux_outputs(vllm_config: VllmConfig) -> bool:
+    """Whether answers carry more than tokens, such as the experts that routed each token."""
+    config = getattr(vllm_config, "aux_output_config", None)
+    return bool(getattr(config, "enabled", False))
+
+
+def split_at(worker: NixlPushConnectorWorker, vllm_config: VllmConfig) -> float:
+    """The least number of descriptors of a WRITE that NIXL may spread over several endpoints. ``inf``: it never does.
+
+    0 for another backend than UCX: the number is not known.
+    """
+    assert vllm_config.kv_transfer_config is not None
+    if not ends_with_flush(worker):
+        return 0
+    threads = vllm_config.kv_transfer_config.get_from_extra_config("num_threads", 4)
+    return SPLIT_AT if threads else math.inf
+
+
+def ends_with_flush(worker: NixlPushConnectorWorker) -> bool:
+    """Whether NIXL flushes the peer's endpoint before a WRITE ends, so that the WRITE has landed then."""
+    return bool(worker.nixl_backends == ["UCX"])
+
+
+def only_decodes(vllm_config: VllmConfig) -> bool:
+    """Whether this engine is a decode engine only, so that it never writes into another engine's memory."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and not transfer.is_kv_producer
