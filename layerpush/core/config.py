@@ -135,7 +135,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: a key is unknown, or a value is not one of its key's choices; `"1"` is not a number.
         """
-        known = annotations()
+        known = key_types()
         for key in extra:
             if key in REMOVED_KEYS:
                 raise ConfigError(f"kv_connector_extra_config: {key!r} is gone: {REMOVED_KEYS[key]}")
@@ -150,7 +150,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**own)
 
 
-def annotations() -> dict[str, Any]:
+def key_types() -> dict[str, Any]:
     """Each key's type and ``Meta``, in the order of the keys."""
     return get_type_hints(LayerPushConfig, include_extras=True)
 

@@ -9,13 +9,13 @@ import msgspec
 
 from bench.markdown import Row
 from layerpush.apps.proxy.command import proxy as proxy_command
-from layerpush.core.config import LayerPushConfig, annotations, choices
+from layerpush.core.config import LayerPushConfig, choices, key_types
 from scripts.docgen.tables import table
 
 
 def settings() -> str:
     """The keys of `kv_connector_extra_config`."""
-    kinds = annotations()
+    kinds = key_types()
     rows = []
     for field in msgspec.structs.fields(LayerPushConfig):
         kind = kinds[field.name]
