@@ -8,6 +8,7 @@ from types import MappingProxyType
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
 from layerpush.core.first_token import Sampled
+from layerpush.core.request_index import Arrived
 from layerpush.core.step_plan import StepPlan
 from layerpush.core.wire import Decline
 from layerpush.transport.connections import Address
@@ -17,8 +18,6 @@ class LayerwiseMetadata(NixlConnectorMetadata):
     """vLLM's metadata of a step, extended by layerpush's. Lasts for one step."""
 
     step_plan: StepPlan = StepPlan()
-    prompt_digests: Mapping[str, str] = MappingProxyType({})
-    """Digests of the prompts that this prefill engine has begun, by request id."""
     sampled: Mapping[str, Sampled] = MappingProxyType({})
     """First tokens of the requests that this prefill engine has finished, by request id."""
     cancelled: Mapping[str, str] = MappingProxyType({})
@@ -29,10 +28,8 @@ class LayerwiseMetadata(NixlConnectorMetadata):
     """Whether the first request in the queue could not get its blocks in this step."""
     declined: Sequence[tuple[Address, Decline]] = ()
     """Requests that this decode engine computes itself although a prefill engine has them."""
-    arrived: Mapping[str, str | None] = MappingProxyType({})
-    """Requests that this prefill engine is to push, each with its router's ``transfer_id``. Only those that came since
-    the last step.
-    """
+    arrived: Sequence[Arrived] = ()
+    """Requests that this prefill engine is to push. Only those that came since the last step."""
     elsewhere: Mapping[str, int] = MappingProxyType({})
     """Requests that went to another data-parallel rank of this prefill engine: that rank, by request id."""
     trace_headers: Mapping[str, Mapping[str, str]] = MappingProxyType({})

@@ -7,9 +7,9 @@ time. So a worker can distinguish a request that waits from one that never came.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 
-from layerpush.core.request_index import RequestIndex
+from layerpush.core.request_index import Arrived, RequestIndex
 
 KEPT = 1 << 16
 KEPT_BYTES = 128 << 20
@@ -26,10 +26,10 @@ class Arrivals(RequestIndex):
         self._last_two: deque[float] = deque((float("-inf"),) * 2, maxlen=2)
         self._idle_since = float("inf")
 
-    def came(self, requests: Mapping[str, str | None]) -> None:
-        """The scheduler has these requests: the ``transfer_id`` of each, by request id."""
-        for request_id, transfer in requests.items():
-            self.add(request_id, transfer)
+    def came(self, requests: Iterable[Arrived]) -> None:
+        """The scheduler has these requests."""
+        for request in requests:
+            self.add(request)
 
     def look(self, begun: int, running: bool, now: float) -> None:
         """Note the number of steps that have begun, and whether the last one runs. Call it often, after ``came``."""

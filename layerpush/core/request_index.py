@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from layerpush.core.bounded_index import BoundedIndex
 from layerpush.core.request_names import of_transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A request that has come to this prefill engine: its router's ``transfer_id`` and the digest of its prompt, each
+    None if unknown.
+    """
+
+    request_id: str
+    transfer_id: str | None = None
+    prompt_digest: str | None = None
 
 
 class RequestIndex:
@@ -15,16 +27,17 @@ class RequestIndex:
 
     def __init__(self, base_id: Callable[[str], str], limit: int, max_bytes: int, kept_s: float = float("inf")) -> None:
         self._base = base_id
-        self._requests: BoundedIndex[tuple[str, str | None]] = BoundedIndex(limit, max_bytes, kept_s)
+        self._requests: BoundedIndex[Arrived] = BoundedIndex(limit, max_bytes, kept_s)
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request_id: str, transfer: str | None, now: float = 0.0) -> None:
-        """Keep a request and its ``transfer_id``, if it has one."""
-        self.remove(request_id)
-        names = [(request_id,), self._base(request_id)]
-        self._requests.add((request_id, transfer), names if transfer is None else [*names, of_transfer(transfer)], now)
+    def add(self, request: Arrived, now: float = 0.0) -> None:
+        """Keep a request, in place of one with the same id."""
+        self.remove(request.request_id)
+        names = [(request.request_id,), self._base(request.request_id)]
+        transfer = request.transfer_id
+        self._requests.add(request, names if transfer is None else [*names, of_transfer(transfer)], now)
 
     def remove(self, request_id: str) -> None:
         """Forget a request."""
@@ -37,15 +50,15 @@ class RequestIndex:
     @property
     def requests(self) -> list[str]:
         """All requests, in the order in which they were added."""
-        return [request_id for request_id, _ in self._requests]
+        return [request.request_id for request in self._requests]
 
-    def transfer_of(self, request_id: str) -> str | None:
-        """The ``transfer_id`` of a request, if it is kept and has one."""
-        return next((transfer for _, transfer in self._requests.find([(request_id,)])), None)
+    def get(self, request_id: str) -> Arrived | None:
+        """A request, if it is kept."""
+        return next(iter(self._requests.find([(request_id,)])), None)
 
     def with_any(self, keys: Iterable[str]) -> list[str]:
         """The requests with any of these keys, in the order in which they were added. See ``RequestNames.keys``."""
-        return [request_id for request_id, _ in self._requests.find(keys)]
+        return [request.request_id for request in self._requests.find(keys)]
 
     def has_any(self, keys: Iterable[str]) -> bool:
         """Whether a request with any of these keys is kept."""

@@ -7,7 +7,7 @@ prompts and answers of a client's request share it, and their numbers tell these
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from layerpush.core.wire import Decline, Registration
 
@@ -25,16 +25,18 @@ def is_one_of_several(request_id: str) -> bool:
 
 
 class RequestNames:
-    """``base_id`` strips the suffix that an engine adds to the id its router gave. ``digests`` holds a digest of the
-    prompt of each live request, as far as this engine's scheduler has sent one. ``transfer_of`` returns the
-    ``transfer_id`` of a request of this engine, if it has one.
+    """``base_id`` strips the suffix that an engine adds to the id its router gave. ``digest_of`` returns the
+    digest of the prompt of a request of this engine, and ``transfer_of`` its ``transfer_id``, each if it is known.
     """
 
     def __init__(
-        self, base_id: Callable[[str], str], digests: Mapping[str, str], transfer_of: Callable[[str], str | None]
+        self,
+        base_id: Callable[[str], str],
+        digest_of: Callable[[str], str | None],
+        transfer_of: Callable[[str], str | None],
     ) -> None:
         self.base = base_id
-        self._digests = digests
+        self._digest_of = digest_of
         self._transfer_of = transfer_of
 
     def bases(self, registration: Named) -> list[str]:
@@ -121,7 +123,7 @@ class RequestNames:
 
     def prompts_differ(self, registration: Named, request_id: str) -> bool:
         """Whether the digests of both prompts are known, and are not equal."""
-        digest = self._digests.get(request_id)
+        digest = self._digest_of(request_id)
         return digest is not None and registration.prompt_digest not in (None, digest)
 
     def _are_siblings(self, one: str, other: str) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -26,7 +26,7 @@ from layerpush.core.bounded_index import BoundedIndex
 from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT_S, Key, PendingRegistrations
 from layerpush.core.push_protocol import Aborted, ReportFailure, SendFirstToken
-from layerpush.core.request_index import RequestIndex
+from layerpush.core.request_index import Arrived, RequestIndex
 from layerpush.core.request_names import Named, RequestNames, named_prompts, of_transfer
 from layerpush.core.wire import (
     MAX_COMPUTED,
@@ -100,10 +100,9 @@ class _Registered:
 
 
 class Registrations:
-    """``base_id`` strips the suffix that an engine adds to the id its router gave. ``digests`` holds a digest of the
-    prompt of each live request, as far as this engine's scheduler has sent one. ``steps`` returns the number of steps
-    that the engine has begun, and whether the last one runs. ``on_withdrawn`` gets each request that its decode engine
-    does not want any more.
+    """``base_id`` strips the suffix that an engine adds to the id its router gave. ``steps`` returns the number of
+    steps that the engine has begun, and whether the last one runs. ``on_withdrawn`` gets each request that its decode
+    engine does not want any more.
     """
 
     def __init__(
@@ -113,7 +112,6 @@ class Registrations:
         probe: Probe,
         peer_errors: PeerErrors,
         base_id: Callable[[str], str],
-        digests: dict[str, str],
         steps: Callable[[], tuple[int, bool]],
         unknown_timeout_s: float,
         on_withdrawn: Callable[[str], None] = lambda _: None,
@@ -123,9 +121,8 @@ class Registrations:
         self._connections = connections
         self._peer_errors = peer_errors
         self._arrivals = Arrivals(base_id)
-        self._arrived: deque[Mapping[str, str | None]] = deque()
-        self._names = RequestNames(base_id, digests, self._transfer_of)
-        self._digests = digests
+        self._arrived: deque[Sequence[Arrived]] = deque()
+        self._names = RequestNames(base_id, self._digest_of, self._transfer_of)
         self._pending = PendingRegistrations(self._names)
         self._steps, self._unknown_timeout_s = steps, unknown_timeout_s
         self._look_at = self._queued_at = 0.0
@@ -255,9 +252,9 @@ class Registrations:
 
     # From the engine's scheduler.
 
-    def came(self, requests: Mapping[str, str | None]) -> None:
-        """These requests have come to the engine: the ``transfer_id`` of each, by request id. They may wait in its
-        queue. Main thread, before their first step is announced.
+    def came(self, requests: Sequence[Arrived]) -> None:
+        """These requests have come to the engine. They may wait in its queue. Main thread, before their first step is
+        announced.
         """
         self._arrived.append(requests)
 
@@ -266,8 +263,8 @@ class Registrations:
         while self._arrived:
             requests = self._arrived.popleft()
             self._arrivals.came(requests)
-            for request_id in requests:
-                for registration in self._pending.matching(request_id, now):
+            for request in requests:
+                for registration in self._pending.matching(request.request_id, now):
                     if not self._senders[registration.key].accepted:  # the answer begins the handshake
                         self._accept(registration, now)
 
@@ -303,6 +300,7 @@ class Registrations:
 
     def is_unwanted(self, request_id: str, now: float) -> bool:
         """Whether D cancelled or declined this request, or P refused its registration, before the request was there."""
+        self._take_arrivals(now)
         self._unwanted.expire(now)
         keys = self._names.keys_of(request_id)
         meant = (named for named in self._unwanted.find(keys, now) if self._names.is_for(named, request_id))
@@ -356,14 +354,13 @@ class Registrations:
         self._take_arrivals(now)
         self._unwanted.drop(self._names.keys_of(request_id), lambda named: self._names.is_for(named, request_id))
         transfer = self._transfer_of(request_id)
-        self._ended.add(request_id, transfer, now)
+        self._ended.add(Arrived(request_id, transfer), now)
         if failure is not None:
             reason = f"the prefill request has ended: {failure}"
             self._note_failure(self._names.base(request_id), now + ENDED_S, reason)
             if transfer is not None:
                 self._note_failure(of_transfer(transfer), now + ENDED_S, reason)
             self._refuse_pending(request_id, failure, now)
-        self._digests.pop(request_id, None)
         self._arrivals.remove(request_id)
 
     def tick(self, now: float) -> None:
@@ -432,7 +429,7 @@ class Registrations:
 
     def _names_of(self, request_ids: list[str]) -> tuple[str, ...]:
         prompts = (
-            named_prompts([self._names.base(each), self._transfer_of(each)], self._digests.get(each))
+            named_prompts([self._names.base(each), self._transfer_of(each)], self._digest_of(each))
             for each in request_ids
         )
         names = set().union(*prompts)
@@ -472,7 +469,13 @@ class Registrations:
 
     def _transfer_of(self, request_id: str) -> str | None:
         """The ``transfer_id`` of a request that is here, or was a short while ago."""
-        return self._arrivals.transfer_of(request_id) or self._ended.transfer_of(request_id)
+        found = (self._arrivals.get(request_id), self._ended.get(request_id))
+        return next((each.transfer_id for each in found if each is not None and each.transfer_id), None)
+
+    def _digest_of(self, request_id: str) -> str | None:
+        """The digest of the prompt of a request that is here."""
+        request = self._arrivals.get(request_id)
+        return None if request is None else request.prompt_digest
 
     def _refuse_pending(self, request_id: str, reason: str, now: float) -> None:
         for registration in self._pending.matching(request_id, now):

@@ -28,6 +28,7 @@ from layerpush.core.last_window import LastWindows
 from layerpush.core.postponed_loads import PostponedLoads
 from layerpush.core.prefix_hits import PrefixHits, Tables
 from layerpush.core.provisional_steps import ProvisionalSteps
+from layerpush.core.request_index import Arrived
 from layerpush.core.request_params import chosen_mode, is_pushed, transfer_id
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.unreported_aborts import NEXT_REPORT_S
@@ -84,14 +85,13 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._provisional_steps = ProvisionalSteps(self._kinds.transferred, vllm_config.max_concurrent_batches)
         self._token_may_be_stale = vllm_config.max_concurrent_batches > 1
         """After a rewind, vLLM may give a request the token of a step that it has taken back."""
-        self._prompt_digests: dict[str, str] = {}
         self._digests: dict[str, str | None] = {}
         """By request id: a long prompt is digested once."""
         self._sampled: dict[str, Sampled] = {}
         self._traces_requests = traces_requests(vllm_config)
         self._trace_headers: dict[str, Mapping[str, str]] = {}
         self._declined: list[tuple[Address, Decline]] = []
-        self._arrived: dict[str, str | None] = {}
+        self._arrived: list[Arrived] = []
         self._elsewhere: dict[str, int] = {}
         self._unplaced: dict[str, Request] = {}
         """Requests that vLLM has looked at in this step, and that have no blocks yet."""
@@ -154,9 +154,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
             self.postponed.came(request.request_id, self.prompt_names(request))
         if is_pushed(request.kv_transfer_params):
             first_tokens.allow_stop_tokens(request)
-            self._arrived[request.request_id] = transfer_id(request.kv_transfer_params)
-            if (digest := self.prompt_digest(request)) is not None:
-                self._prompt_digests[request.request_id] = digest
+            transfer = transfer_id(request.kv_transfer_params)
+            self._arrived.append(Arrived(request.request_id, transfer, self.prompt_digest(request)))
             if self._answers_early and request.kv_transfer_params.get(early_answer.MARK):
                 self._answered.add(request.request_id)
                 self.metrics.recorder.count(EARLY_ANSWERS, "answered")
@@ -248,10 +247,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
         extended.cancelled = self.awaited.cancelled(time.perf_counter())
         extended.short_of_blocks = self._is_short_of_blocks()
         extended.unregistered = self.postponed.to_unregister(extended.short_of_blocks and self._postpones)
-        extended.prompt_digests, self._prompt_digests = self._prompt_digests, {}
         extended.trace_headers, self._trace_headers = self._trace_headers, {}
         extended.declined, self._declined = self._declined, []
-        extended.arrived, self._arrived = self._arrived, {}
+        extended.arrived, self._arrived = self._arrived, []
         extended.elsewhere, self._elsewhere = self._elsewhere, {}
         extended.sampled, self._sampled = self._sampled, {}
         extended.step_plan = self._plan(scheduler_output)

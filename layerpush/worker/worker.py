@@ -5,7 +5,6 @@ The hooks only append to queues; ``writer_thread`` documents them.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import time
@@ -73,8 +72,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-DIGESTS_KEPT = 1 << 16
-
 
 class LayerwisePushWorker(VllmPushWorker):
     """vLLM calls ``register_kv_caches`` before the first step. Only ``shutdown`` may be called without it."""
@@ -93,7 +90,6 @@ class LayerwisePushWorker(VllmPushWorker):
         self._waker = Waker(self.metrics.lag.woken)
         super().__init__(vllm_config, engine_id, kv_cache_config, self._waker)
         self._config = config
-        self._digests: dict[str, str] = {}
         self._reports: deque[WorkerReport] = deque()
         self._clock = clock_name()
         self._unreported_aborts, self._settles = UnreportedAborts(), False
@@ -162,7 +158,6 @@ class LayerwisePushWorker(VllmPushWorker):
                 self._probe_peer,
                 peer_errors,
                 get_base_request_id,
-                self._digests,
                 lambda: self.step_events.steps,
                 config.unknown_request_timeout_s,
                 self._withdrawn if config.answer_early else lambda _: None,
@@ -263,10 +258,6 @@ class LayerwisePushWorker(VllmPushWorker):
         """A step begins: queue its plan, registrations, finished requests and cancellations, and wake the writer."""
         if self.pcp_rank > 0 and not self.pcp_dcp_sharded:
             return
-        self._digests.update(metadata.prompt_digests)
-        with contextlib.suppress(RuntimeError):  # the writer removed one meanwhile: then there is a next time
-            while len(self._digests) > DIGESTS_KEPT:
-                self._digests.pop(next(iter(self._digests)), None)
         if metadata.arrived:
             self.registrations.came(metadata.arrived)
         for request_id, rank in metadata.elsewhere.items():

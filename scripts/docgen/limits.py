@@ -11,7 +11,7 @@ from layerpush.telemetry import peer_errors, spans, trace_file
 from layerpush.telemetry.metrics import endings, tally
 from layerpush.transport import acknowledged, connections, nixl
 from layerpush.transport.packing import unpacker
-from layerpush.worker import dispatch, side_channel, side_channel_probe, worker
+from layerpush.worker import dispatch, side_channel, side_channel_probe
 from scripts.docgen.tables import table
 
 _FORGOTTEN, _DROPPED, _NO_ANSWER = "the oldest is forgotten", "dropped, logged", "counts as no answer"
@@ -158,8 +158,7 @@ TABLES = (
     ),
     ("P", "requests of heartbeats, for the next step", heartbeats.KEPT, heartbeats.KEPT * _ID_BYTES, None, "dropped"),
     ("P", "speeds of links to decode engines", step_schedule.LINKS_KEPT, step_schedule.LINKS_BYTES, None, _FORGOTTEN),
-    ("P", "requests that have come", arrivals.KEPT, arrivals.KEPT_BYTES, None, _FORGOTTEN),
-    ("P", "digests of prompts", worker.DIGESTS_KEPT, worker.DIGESTS_KEPT * _ID_BYTES, None, _FORGOTTEN),
+    ("P", "requests that have come, and their prompts' digests", arrivals.KEPT, arrivals.KEPT_BYTES, None, _FORGOTTEN),
     ("both", "trace headers of requests", spans.HEADERS_KEPT, None, None, _FORGOTTEN),
     (
         "both",

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from layerpush.compat.worker_report import WorkerReport
+from layerpush.core.request_index import Arrived
 from layerpush.core.wire import PROTOCOL_VERSION
 from layerpush.decode.awaited_pushes import ABORTED
 from layerpush.worker.scheduler import LayerwisePushScheduler
@@ -460,9 +461,9 @@ def test_p_and_d_compute_the_same_prompt_digest(decode: Build, monkeypatch: pyte
         params = {"do_remote_decode": True, "do_remote_prefill": False}
         p.add(f"r{length}", list(range(3, 3 + length)), params, max_tokens=1)
         p.step()
-        assert p.metadata.prompt_digests == {f"r{length}": digest}
+        assert p.metadata.arrived == [Arrived(f"r{length}", None, digest)]
     p.step()
-    assert p.metadata.prompt_digests == {}
+    assert p.metadata.arrived == []
 
 
 def test_a_paused_p_reports_its_queued_requests(decode: Build) -> None:
@@ -475,7 +476,7 @@ def test_a_paused_p_reports_its_queued_requests(decode: Build) -> None:
     p.add("r", list(range(3, 103)), params, max_tokens=1)
     assert p.scheduler.has_requests(), "the engine steps once more"
     assert p.step().num_scheduled_tokens == {}
-    assert p.metadata.arrived == {"r": "t"}
+    assert [(each.request_id, each.transfer_id) for each in p.metadata.arrived] == [("r", "t")]
     assert not p.scheduler.has_requests(), "the engine takes no second step"
 
 

@@ -12,7 +12,7 @@ def registration(request_id: str, block: int = 1, layerpush: int = 1, **details:
     return builders.registration([block], request_id=request_id, layerpush=layerpush, **details)
 
 
-NAMES = RequestNames(lambda request_id: request_id.partition("/")[0], {}, lambda _: None)
+NAMES = RequestNames(lambda request_id: request_id.partition("/")[0], lambda _: None, lambda _: None)
 """An id is a router's id, a slash and an engine's suffix."""
 
 

@@ -12,6 +12,7 @@ import pytest
 from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT, KEPT_S
 from layerpush.core.push_protocol import ReportFailure, SendFirstToken
+from layerpush.core.request_index import Arrived
 from layerpush.core.request_names import RequestNames
 from layerpush.core.wire import (
     MAX_REASON_CHARS,
@@ -164,7 +165,6 @@ class World(Town):
             self.probe,
             self.peer_errors,
             base_id,
-            self.digests,
             lambda: self.steps,
             UNKNOWN_S,
             self.withdrawn.append,
@@ -180,7 +180,7 @@ class World(Town):
 
     def begin(self, *request_ids: str, transfer: str | None = None) -> None:
         """Requests come and begin."""
-        self.registrations.came(dict.fromkeys(request_ids, transfer))
+        self.registrations.came([Arrived(each, transfer, self.digests.get(each)) for each in request_ids])
         self.writer.unclaimed += request_ids
 
     def begins(self, **transfers: str) -> None:
@@ -190,8 +190,7 @@ class World(Town):
 
     def comes(self, request_id: str, digest: str, transfer: str | None = None) -> None:
         """A request comes to the queue."""
-        self.digests[request_id] = digest
-        self.registrations.came({request_id: transfer})
+        self.registrations.came([Arrived(request_id, transfer, digest)])
 
     def takes_back(self, registration: Registration, sender: str = "d-0") -> None:
         self.registrations.on_unregister(sender, unregister(registration, registration.attempt), self.now)
@@ -354,6 +353,8 @@ def test_equal_prompts_of_one_request_get_one_push_each(told: str, first: str, o
         world.says(asks(at_d[number], prefill=told, digest="same"))
     pushes = world.pushes
     if first == "D":
+        for request_id in at_p:
+            world.comes(request_id, "same")
         taken = {request_id: world.takes(request_id) for request_id in at_p}
         pushes = {request_id: each.request_id for request_id, each in taken.items() if each is not None}
     assert pushes == dict(zip(at_p, at_d, strict=True))
@@ -366,7 +367,7 @@ def test_prompts_distinguish_equal_base_ids() -> None:
     assert world.pushes == {"a/p2": "a/d2"}
     world.says(asks("a/d1", digest="one"))
     assert world.pushes == {"a/p2": "a/d2", "a/p1": "a/d1"}
-    world.digests["a/p3"] = "three"
+    world.comes("a/p3", "three")
     assert world.takes("a/p3") == asks("a/d3", digest="three")
 
 
@@ -381,7 +382,7 @@ def test_a_missing_prompt_digest_prevents_no_match(ours: str | None, theirs: str
 def test_a_registration_fails_if_the_named_request_has_another_prompt(begun: bool) -> None:
     world = World(*(["a/p"] if begun else []), digests={"a/p": "one"} if begun else {})
     world.says(asks("b/d", prefill="a/p", digest="two"))
-    world.digests["a/p"] = "one"
+    world.comes("a/p", "one")
     assert world.takes() is None
     assert world.pushes == {}
     assert Fail in map(type, world.heard()), "D would wait for ever"
@@ -422,7 +423,7 @@ def test_a_registration_waits_for_its_prompt_of_a_name_given_twice() -> None:
 
 def test_a_registration_waits_while_the_prompt_of_its_name_is_unknown() -> None:
     world = World()
-    world.registrations.came({"a/p": None})
+    world.registrations.came([Arrived("a/p")])
     world.says(asks(prefill="a", digest="two"))
     world.tick(UNKNOWN_S)
     assert world.heard() == [Accepted("a/d")]
@@ -436,10 +437,12 @@ def test_a_registration_waits_for_its_own_prompt_of_the_named_request() -> None:
 
 
 def test_digests_of_ended_requests_are_forgotten() -> None:
-    world = World(digests={"a/p": "one", "b/p": "two"})
+    world = World()
+    world.comes("a/p", "one")
+    world.comes("b/p", "two")
     world.ends("a/p", None)
     world.ends("unknown")
-    assert world.digests == {"b/p": "two"}
+    assert world.registrations._arrivals.requests == ["b/p"]
 
 
 # Cancelled registrations.
@@ -569,7 +572,7 @@ def test_the_end_of_an_unrelated_request_refuses_no_registration() -> None:
     world.ends("c/p")
     world.takes("c/q")  # it came again
     world.ends("e/p")
-    world.registrations.came({"e/q": None})  # it came again, perhaps before the writer knows
+    world.registrations.came([Arrived("e/q")])  # it came again, perhaps before the writer knows
     wanted = [asks(), asks("cmpl-b-1/d", prefill="cmpl-b-0"), asks("c/d"), asks("e/d")]
     for registration in wanted:
         world.says(registration)
@@ -613,7 +616,7 @@ def test_a_registration_without_a_request_is_refused_after_a_timeout() -> None:
 def test_a_registration_waits_while_its_request_is_in_the_queue(request_id: str, transfer: str | None) -> None:
     """It leaves when it was pushed to another decode engine."""
     world = World()
-    world.registrations.came({request_id: transfer, "b/p": None})
+    world.registrations.came([Arrived(request_id, transfer), Arrived("b/p")])
     world.says(asks(transfer=transfer))
     world.tick(2 * UNKNOWN_S)
     world.tick(2 * UNKNOWN_S)
@@ -627,7 +630,7 @@ def test_a_registration_waits_while_its_request_is_in_the_queue(request_id: str,
 def test_an_aborted_request_is_removed_from_the_arrivals() -> None:
     """Its arrival is handled on demand, and before its end."""
     world = World()
-    world.registrations.came({"a/p": None, "b/p": None})
+    world.registrations.came([Arrived("a/p"), Arrived("b/p")])
     world.ends("a/p")
     assert world.registrations._arrivals.requests == ["b/p"]
 
@@ -751,7 +754,7 @@ def test_the_end_of_a_transfer_is_remembered_until_its_next_request(why: str) ->
     reason = "the prefill request has ended: aborted" if why == "aborted" else SPARE_ANSWER
     world.says(asks(d, transfer="t"))
     assert failure(reason, request_id=d, epoch=0) in world.heard()
-    world.registrations.came({"cmpl-q-0/p": "t"})
+    world.registrations.came([Arrived("cmpl-q-0/p", "t")])
     world.says(asks("cmpl-e-0/d", transfer="t"))
     assert world.heard() == [Accepted("cmpl-e-0/d")], "it came again"
 
@@ -843,7 +846,7 @@ def test_a_cancelled_or_declined_request_is_withdrawn(when: str) -> None:
     if when == "it is pushed":
         world.served(wanted)
     elif when != "it is not here":
-        world.registrations.came({"b/p": None, "a/p": None})
+        world.registrations.came([Arrived("b/p"), Arrived("a/p")])
     if when == "it was declined":
         world.registrations.on_decline(declined(), world.now)
     else:
@@ -855,7 +858,7 @@ def test_a_cancelled_or_declined_request_is_withdrawn(when: str) -> None:
 def test_a_decline_of_an_ended_request_withdraws_no_other() -> None:
     """The next attempt has the same id but for its random suffix."""
     world = World()
-    world.registrations.came({"a/p": None})
+    world.registrations.came([Arrived("a/p")])
     world.registrations.on_decline(declined(prefill="a/q"), world.now)
     assert world.withdrawn == []
     world.registrations.on_decline(declined(prefill="a/p"), world.now)
@@ -1111,7 +1114,7 @@ def test_withheld_messages_expire(dropped: bool) -> None:
     world.tick(ENDED_S / 2)
     if not dropped:
         drops(world)
-    world.registrations.came({"c/p": None})
+    world.registrations.came([Arrived("c/p")])
     world.says(asks("c/d"))
     assert told(world) == these(failure("cut off", request_id="b/d"), Accepted("c/d"))
     world.says(wanted)
@@ -1438,20 +1441,20 @@ def test_an_early_registration_is_accepted_once_its_request_comes(begun: bool) -
     world.says(wanted)
     world.tick()
     assert world.network.handshakes == []
-    world.registrations.came({"b/p": None, "a/p": None})
+    world.registrations.came([Arrived("b/p"), Arrived("a/p")])
     if begun:
         assert world.takes() == wanted
     world.tick()
     assert world.network.handshakes == [address_of(wanted)]
     assert world.heard() == [Accepted("a/d", first_token=True)]
-    world.registrations.came({"a/q": None})
+    world.registrations.came([Arrived("a/q")])
     world.tick()
     assert world.heard() == [], "once is enough"
 
 
 def test_a_registration_is_accepted_at_once_if_its_request_is_in_the_queue() -> None:
     world = World(connected=False)
-    world.registrations.came({"a/p": None})
+    world.registrations.came([Arrived("a/p")])
     world.says(asks())
     assert world.heard() == [Accepted("a/d")]
 
@@ -1461,7 +1464,7 @@ def test_an_engine_that_was_connected_meanwhile_gets_its_answer() -> None:
     world.says(asks())
     world.says(asks("b/d"))
     assert world.heard() == [Accepted("b/d")]
-    world.registrations.came({"a/p": None})
+    world.registrations.came([Arrived("a/p")])
     world.tick()
     assert world.heard() == [Accepted("a/d")]
 
@@ -1476,7 +1479,7 @@ def test_an_unconnected_engine_hears_that_p_lives() -> None:
         world.registrations.on_ping(sender, Ping("D", 8))
     assert world.mail.taken() == [("d-1", Pong(8))]
     assert world.network.handshakes == []
-    world.registrations.came({"a/p": None})
+    world.registrations.came([Arrived("a/p")])
     world.tick()
     assert len(world.network.handshakes) == 1
 
@@ -1611,7 +1614,7 @@ def full(*computed: str, layerpush: int = 2) -> World:
     world.comes("a/p", "one")
     world.says(asks(layerpush=layerpush))
     world.writer.finished = set(computed)
-    world.digests["c/p"] = "two"
+    world.comes("c/p", "two")
     world.registrations.short_of_blocks = True
     world.heard()
     world.tick()

@@ -18,7 +18,7 @@ class Desk:
     """Keeps a registration whose request never came to P; ``pushes`` is any other table."""
 
     def __init__(self, request_id: str) -> None:
-        self._pending = PendingRegistrations(RequestNames(str, {}, lambda _: None))
+        self._pending = PendingRegistrations(RequestNames(str, lambda _: None, lambda _: None))
         self.pushes: dict[str, str] = {}
         registration = Registration(
             request_id=f"{request_id}-ab12cd34",

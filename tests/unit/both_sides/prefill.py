@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from layerpush.core.first_token import Sampled
 from layerpush.core.push_policy import Policy
+from layerpush.core.request_index import Arrived
 from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
 from tests.unit.both_sides.prefill_rank import PrefillRank, descriptor_ids
 from tests.unit.both_sides.process import (
@@ -68,8 +69,7 @@ class PrefillEngine:
         request = Request(prompt, self.world.new_id(prompt.base), None)
         self.requests[request.request_id] = request
         for rank in self.ranks:
-            rank.digests[request.request_id] = prompt.text
-            rank.registrations.came({request.request_id: None})
+            rank.registrations.came([Arrived(request.request_id, None, prompt.text)])
         return request
 
     def begin_step(

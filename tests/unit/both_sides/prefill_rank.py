@@ -72,7 +72,6 @@ class PrefillRank(Process):
         """Descriptors that were given away under WRITEs, and their old owners. New WRITEs must not read them."""
         self.evictions: list[str] = []
         self.whole: dict[int, tuple[str, Registration]] = {}
-        self.digests: dict[str, str] = {}
         self.capture = StepEvents(layout.index_of, lambda: None, None)
         identity, trace = Identity(engine.engine_id, rank), TraceFile(None, engine.engine_id, rank)
         self.staging = PrefillStaging(self, layout)
@@ -100,7 +99,6 @@ class PrefillRank(Process):
             self.probe,
             self.peer_errors,
             base_id,
-            self.digests,
             lambda: self.capture.steps,
             UNKNOWN_S,
         )
@@ -295,8 +293,9 @@ class PrefillRank(Process):
         assert not self.packer.unpacking
         assert not self.writer.engines_in_use | self.writer.engines_in_flight
         assert len(self.registrations._pending) == 0
+        assert not self.registrations._arrivals.requests, "an ended request was not forgotten"
         peers = self.registrations.peers
-        assert not any([peers._held, peers._closing, self.digests, self.evictions])
+        assert not any([peers._held, peers._closing, self.evictions])
 
 
 def descriptor_ids(blocks: list[int]) -> list[int]:
