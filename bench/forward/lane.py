@@ -150,6 +150,6 @@ class Pusher:
                     raise ValueError(f"{DECODE} sent {other}")
         lane.writer.turn()
         waits = NOTIFICATION_POLL_S if not lane.host.all_known.is_set() else IDLE_POLL_S
-        own = lane.writer.poll_timeout
-        timeout = waits if own is None else min(own, waits)
-        return timeout, lane.writer.polls_layers(timeout)
+        now = time.perf_counter()
+        due = lane.writer.next_due(now)
+        return waits if due is None else max(0.0, min(due - now, waits)), lane.writer.polls_layers

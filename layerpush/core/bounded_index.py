@@ -91,6 +91,11 @@ class BoundedIndex(Generic[V]):
             dropped.append(self._drop(number))
         return dropped
 
+    @property
+    def expires_at(self) -> float | None:
+        """When the oldest value is too old; None if there is none."""
+        return next((entry.deadline for entry in self._entries.values()), None)
+
     def older_than(self, age_s: float, now: float) -> list[tuple[float, V]]:
         """The values that are older than ``age_s`` seconds, oldest first, each with the time when it became so."""
         aged = []

@@ -21,6 +21,13 @@ class Deadlines:
             self._at[key] = at
             heapq.heappush(self._soonest, (at, key))
 
+    @property
+    def soonest(self) -> float | None:
+        """The first of the times; None if there is none."""
+        while self._soonest and self._at.get(self._soonest[0][1]) != self._soonest[0][0]:
+            heapq.heappop(self._soonest)
+        return self._soonest[0][0] if self._soonest else None
+
     def due(self, now: float) -> list[str]:
         """Take the keys whose time has come, the earliest first."""
         keys = []

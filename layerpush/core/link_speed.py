@@ -98,22 +98,18 @@ class LinkSpeed:
         write_s = mean_s - byte_s * mean_bytes
         return (write_s, byte_s) if byte_s > 0 and write_s >= 0 else (0.0, mean_s / mean_bytes)
 
-    @property
-    def next_landing(self) -> float:
-        """When the oldest WRITE in flight should land; infinite if none is in flight."""
-        if not self._in_flight:
-            return math.inf
-        since, due = self._oldest
-        return since + due
-
-    def next_look(self, now: float) -> float:
+    def next_poll(self, now: float, *, halfway: bool = False) -> float:
         """The time of the next poll of the oldest WRITE in flight: at half of its estimated time, at all of it, and so
         on, each poll twice as late as the one before. So its measured time is 0.75 to 1.5 times its real one. Infinite
         if no WRITE is in flight, or if nothing is known.
+
+        ``halfway``: before its estimated landing, halfway from now to that.
         """
         if not self._in_flight or not self.is_known:
             return math.inf
         since, due = self._oldest
+        if halfway and since + due > now:
+            return 0.5 * (now + since + due)
         look = since + 0.5 * due
         while since < look <= now:
             look = since + 2 * (look - since)

@@ -43,6 +43,11 @@ class EarlyMessages:
         """Remove and return the messages about this request, in the order in which they came."""
         return self._messages.drop([request_id])
 
+    @property
+    def expires_at(self) -> float | None:
+        """When the oldest message is too old; None if there is none."""
+        return self._messages.expires_at
+
     def expire(self, now: float) -> list[EarlyMessage]:
         """Remove and return the messages that are too old."""
         return self._messages.expire(now)

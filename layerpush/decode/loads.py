@@ -54,6 +54,9 @@ from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import Address
 
+OUTCOME_POLL_S = 1e-3
+"""Nothing reports the end of unpacking, or that vLLM's main thread knows a request by now."""
+
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
@@ -96,6 +99,17 @@ class Loads:
     def is_waiting(self) -> bool:
         """Whether notifications may come that must not wait: the writer polls for them more often."""
         return bool(self._open or self._early or self._outcomes or self._unpacking.is_busy)
+
+    def next_due(self, now: float) -> float | None:
+        """When ``tick`` has something to do, unless a message or an event comes first; None: not before."""
+        polled = self._outcomes or self._unpacking.is_busy
+        times = (
+            now + OUTCOME_POLL_S if polled else None,
+            self._deadlines.soonest,
+            self.peers.next_due(now),
+            self._early.expires_at,
+        )
+        return min((at for at in times if at is not None), default=None)
 
     # From the engine.
 

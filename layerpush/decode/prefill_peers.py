@@ -146,6 +146,10 @@ class PrefillPeers:
                 case liveness.Reconnect(engine_id):
                     self._reconnect(engine_id, loads, now)
 
+    def next_due(self, now: float) -> float | None:
+        """When ``tick`` will have something to do, unless an event comes first."""
+        return self._watch.next_due(now)
+
     def _send(self, engine_id: str, agent: str, payload: bytes, now: float) -> None:
         """A send that fails is evidence that the agent is dead, unless we dropped the connection ourselves."""
         if agent not in self.connections.agents(engine_id):

@@ -1,7 +1,8 @@
-"""The time of a layer, and from it the writer's poll interval: if the writer polls, no layer has to wake it."""
+"""The time of a layer, and from it the times at which the writer looks for layers: then none has to wake it."""
 
 from __future__ import annotations
 
+FENCE_POLL_S = 100e-6
 SHORTEST_S = 300e-6
 LONGEST_S = 5e-3
 POLLS_APART = 0.5
@@ -55,3 +56,26 @@ class LayerInterval:
         if self.layer_s is None:
             return None
         return min(max(POLLS_APART * self.layer_s, SHORTEST_S), LONGEST_S)
+
+    def next_due(
+        self, now: float, missing: int, *, by_layer: bool, leave_at: float | None, fenced: bool
+    ) -> float | None:
+        """When the writer looks for layers, of which ``missing`` are not ready; None: each layer has to wake it.
+
+        ``by_layer``: each layer counts, not only the last one. ``leave_at``: until then ready layers wait for more. A
+        layer may take less time than the first ones, so the writer sleeps half of the time.
+
+        ``fenced``: nothing wakes the writer for a layer. So it looks more and more often until one is ready.
+        """
+        every = self.seconds
+        if fenced and self.is_measured:
+            expected = self.expected(1 if by_layer else missing) if leave_at is None else leave_at
+            half = 0.0 if expected is None else 0.5 * (expected - now)
+            return now + min(max(half, FENCE_POLL_S), LONGEST_S)
+        if not by_layer:  # a step's last layer wakes it
+            return now + LONGEST_S
+        if every is None:
+            return None
+        if leave_at is None or not self.is_measured:
+            return now + every
+        return now + max(every, 0.5 * (leave_at - now))

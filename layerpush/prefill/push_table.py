@@ -9,14 +9,17 @@ from layerpush.prefill.push import Push
 
 
 class PushTable(dict[str, Push]):
-    """A turn looks at pushes that stream or have WRITEs in flight. Those that wait for a decode engine cost it nothing.
+    """A turn looks at pushes that have had an event or have WRITEs in flight. All others cost it nothing.
 
-    ``changed`` alone writes the attributes below. A push reports each change of its state and of its transfers.
+    ``changed`` and ``take_eventful`` alone write the attributes below. A push reports each change of its state and
+    of its transfers.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.streaming: dict[str, Push] = {}
+        self.eventful: dict[str, Push] = {}
+        """They stream, and something has happened to them since the last turn."""
         self.in_flight: dict[str, Push] = {}
         self.unclaimed: dict[str, Push] = {}
         self.awaiting: dict[str, Push] = {}
@@ -44,8 +47,14 @@ class PushTable(dict[str, Push]):
         if self.get(push.request_id) is push:
             self._sort(push, push.session.state, lives=True)
 
+    def take_eventful(self) -> dict[str, Push]:
+        """Remove and return the pushes of ``eventful``, by request id."""
+        pushes, self.eventful = self.eventful, {}
+        return pushes
+
     def _sort(self, push: Push, state: State, *, lives: bool) -> None:
         _keep(self.streaming, push, state is State.STREAMING)
+        _keep(self.eventful, push, state is State.STREAMING and push.dirty)
         _keep(self.in_flight, push, lives and push.in_flight)
         _keep(self.unclaimed, push, push.is_unclaimed and lives)
         _keep(self.awaiting, push, push.awaits_peer and lives)

@@ -363,6 +363,11 @@ class Registrations:
             self._refuse_pending(request_id, failure, now)
         self._arrivals.remove(request_id)
 
+    def next_due(self, _now: float) -> float | None:
+        """When ``tick`` looks at requests that wait; None: when one comes. It forgets old entries at any later time."""
+        times = [self._look_at] if self._pending else []
+        return min([*times, self._queued_at] if self.short_of_blocks else times, default=None)
+
     def tick(self, now: float) -> None:
         """Forget old entries; drop connections that are closing."""
         self._unwanted.expire(now)

@@ -1,4 +1,4 @@
-"""Decides when the ready layers of the running step leave for each decode engine, and when the writer looks next.
+"""Decides when the ready layers of the running step leave for each decode engine, and when it polls their WRITEs.
 
 ``core.write_schedule`` has the rule. Its numbers come from here: a layer's time from the steps (``LayerInterval``), a
 link's from WRITEs that landed (``LinkSpeed``), bytes from the sessions. All prompts of a step that go to one decode
@@ -75,23 +75,17 @@ class StepSchedule:
         return registration is not None and registration.decode_engine_id in self._leave_at
 
     @property
-    def next_look(self) -> float | None:
+    def leave_at(self) -> float | None:
         """The expected time at which the first of the waiting layers leave; None if none wait."""
         return min(self._leave_at.values(), default=None)
 
-    def landing_poll_s(self, now: float) -> float:
-        """Seconds until the writer should poll WRITEs of the running step; infinite if it need not.
+    def next_due(self, now: float) -> float:
+        """When the writer should poll WRITEs of the running step; infinite if it need not.
 
-        Only an early poll can show that a link is faster than it seems. While layers wait, it is halfway from now to
-        the estimated landing. While none wait, ``LinkSpeed.next_look`` is enough.
+        Only an early poll can show that a link is faster than it seems. So it polls more often while layers wait.
         """
         waiting = bool(self._leave_at)
-        return min((self._look_at(link, now, waiting) - now for link in self._scheduled), default=math.inf)
-
-    @staticmethod
-    def _look_at(link: LinkSpeed, now: float, waiting: bool) -> float:
-        landing = link.next_landing
-        return 0.5 * (now + landing) if waiting and landing > now else link.next_look(now)
+        return min((link.next_poll(now, halfway=waiting) for link in self._scheduled), default=math.inf)
 
     def _decide(self, engine_id: str, sharing: list[Push], running: list[Push], ready: int, now: float) -> None:
         speed, layer_s = self.link(engine_id), self._interval.layer_s

@@ -1,19 +1,18 @@
 """The pushes of one prefill rank, and P's part of a turn of the writer thread.
 
 ``PushWriter`` holds the table of pushes and knows which step is being computed. The worker's writer thread calls
-``turn``, sleeps for ``poll_timeout`` seconds at most, and calls it again. A turn
+``turn``, sleeps until ``next_due`` at most, and calls it again. A turn
 
 1. takes the events that the forward pass and the scheduler have left in ``StepEvents``;
 2. has each push poll its WRITEs;
-3. has each push that streams post its ready layers.
+3. has each push that streams, and that something has happened to, post its ready layers.
 
 It only iterates; the push handles its events. A registration, a cancellation, an error or an upstream WRITE reaches its
 push through a method here, by request id, between turns, on the same thread.
 
-While a step is being computed, the writer looks for its layers every ``layer_poll_timeout`` seconds. If ready layers
-wait (``StepSchedule``), that is half of the time until they have to leave. A layer does not end a sleep of at most that
-length (``polls_layers``). A revocation ends any sleep. So do a step's last layer and its end, unless an earlier event
-waits for its fence: the writer polls fences.
+While a step is being computed, ``LayerInterval`` tells when the writer looks for its layers. Then no layer but the last
+one ends a sleep (``polls_layers``). A revocation ends any sleep. So do a step's last layer and its end, unless an
+earlier event waits for its fence: the writer polls fences.
 
 Nothing here knows vLLM: ``Host`` stands for the engine's worker. Every method runs on the writer thread, but for
 ``writes_in_flight``, ``engines_in_use``, ``waiting`` and ``active``: any thread may call those. A push that is over may
@@ -23,7 +22,6 @@ stay in the table for a moment.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -45,7 +43,7 @@ from layerpush.core.push_session import PushSession
 from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
 from layerpush.prefill.host import Host, Identity
-from layerpush.prefill.layer_interval import LONGEST_S, LayerInterval
+from layerpush.prefill.layer_interval import FENCE_POLL_S, LONGEST_S, LayerInterval
 from layerpush.prefill.push import Push, Shared
 from layerpush.prefill.push_table import PushTable
 from layerpush.prefill.step_events import (
@@ -67,9 +65,7 @@ from layerpush.transport.writes import Transfer, Writes
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-FENCE_POLL_S = 100e-6
 WRITE_POLL_S = 300e-6
-PEER_POLL_S = 1e-3
 RELEASE_RETRY_S = 1.0
 
 
@@ -118,9 +114,11 @@ class PushWriter:
         self._step: list[tuple[Push, ChunkPlan]] = []
         self._step_layers: set[int] = set()
         self._step_swept: list[int] = []
+        self._held: dict[str, Push] = {}
+        """Pushes whose ready layers wait for more."""
         self._current = self._swept = 0
-        self.layer_poll_timeout: float | None = None
-        """Maximum poll interval while a step runs, in seconds. None if it is not known, or if no layer is missing."""
+        self.polls_layers = False
+        """Whether the writer looks for the layers of the running step by itself, so that none has to wake it."""
 
     # The turn.
 
@@ -132,10 +130,14 @@ class PushWriter:
             self._strategy.turn(quiet=not self._pushes)
         step = {push.request_id for push, _ in self._step}
         self._schedule.decide(self._pushes.streaming.values(), step, len(self._step_layers), time.perf_counter())
-        for push in list(self._pushes.streaming.values()):
+        looked_at = self._held | self._pushes.take_eventful()
+        self._held = {}
+        for push in looked_at.values():
             if push.session.state is State.STREAMING:
-                push.post_ready(wait=push.request_id in step and self._schedule.waits(push))
-        self.layer_poll_timeout = self._next_layer_poll()
+                wait = push.request_id in step and self._schedule.waits(push)
+                push.post_ready(wait=wait)
+                if wait:
+                    self._held[push.request_id] = push
 
     def _take_step_events(self) -> None:
         self._take_revoked()
@@ -267,67 +269,49 @@ class PushWriter:
 
     # The sleep until the next turn.
 
-    @property
-    def poll_timeout(self) -> float | None:
-        """The writer's longest sleep in seconds; None: until it is woken."""
-        if any(push.dirty for push in self._pushes.streaming.values()):
-            return 0.0  # it began to stream after the turn
-        layers = self.layer_poll_timeout
-        if self._step_events.pending and (layers is None or not self._layer_interval.is_measured):
-            return FENCE_POLL_S
-        timeouts = [] if layers is None else [layers]
-        if self._pushes.in_flight:
-            urgent = layers is None or self._has_urgent_writes
-            landing = 0.0 if urgent else min(self._schedule.landing_poll_s(time.perf_counter()), LONGEST_S)
-            timeouts.append(max(WRITE_POLL_S, landing))
-        elif self._strategy is not None and (
-            self._strategy.engines_in_flight if self._pushes else self._strategy.is_busy
-        ):
-            timeouts.append(WRITE_POLL_S)
-        if self._pushes.awaiting:
-            timeouts.append(PEER_POLL_S)
-        if not timeouts and self._writes.has_leftovers:
-            timeouts.append(RELEASE_RETRY_S)
-        return min(timeouts, default=None)
+    def next_due(self, now: float) -> float | None:
+        """When the next turn has something to do, unless an event wakes the writer first; None: not before.
 
-    def _next_layer_poll(self) -> float | None:
+        Also decides ``polls_layers``, for the sleep that follows.
+        """
+        if self._pushes.eventful:
+            return now  # a push began to stream after the turn
+        layers, events = self._layers_due(now), None
+        self.polls_layers = layers is not None
+        if self._step_events.pending and (layers is None or not self._layer_interval.is_measured):
+            events = now + FENCE_POLL_S
+        leftovers = now + RELEASE_RETRY_S if self._writes.has_leftovers else None
+        times = (layers, events, self._writes_due(now), leftovers)
+        return min((at for at in times if at is not None), default=None)
+
+    def _layers_due(self, now: float) -> float | None:
+        """When to look for layers of the running step; None if none is missing, or if each has to wake the writer."""
         missing = len(self._layer_groups) - len(self._step_layers)
         if not self._step or not missing:
             return None
-        interval, look, now = self._layer_interval, self._schedule.next_look, time.perf_counter()
-        if not any(push.session.policy.by_layer for push, _ in self._step):
-            return min(LONGEST_S, self._fence_poll(interval.expected(missing), now))
-        every = interval.seconds
-        if every is None or not interval.is_measured:
-            return every
         streaming = [push for push, _ in self._step if push.session.state is State.STREAMING]
-        if look is None or not all(self._schedule.waits(push) for push in streaming):
-            return min(every, self._fence_poll(interval.expected(1), now))
-        # A layer may take less time than the first ones.
-        halfway = max(every, 0.5 * (look - now))
-        return min(LONGEST_S, self._fence_poll(look, now)) if self._step_events.has_fences else halfway
+        all_wait = all(self._schedule.waits(push) for push in streaming)
+        return self._layer_interval.next_due(
+            now,
+            missing,
+            by_layer=any(push.session.policy.by_layer for push, _ in self._step),
+            leave_at=self._schedule.leave_at if all_wait else None,
+            fenced=self._step_events.has_fences,
+        )
 
-    def _fence_poll(self, expected: float | None, now: float) -> float:
-        """Half of the time until a fence is expected: nothing wakes the writer for it, and a few such sleeps find it in
-        time. Infinite where there are no fences.
-        """
-        if not self._step_events.has_fences:
-            return math.inf
-        return FENCE_POLL_S if expected is None else max(FENCE_POLL_S, 0.5 * (expected - now))
-
-    def polls_layers(self, poll_timeout: float) -> bool:
-        """Whether a sleep of so many seconds is short enough for the layers of the running step."""
-        layers = self.layer_poll_timeout
-        return layers is not None and poll_timeout <= layers
-
-    @property
-    def _has_urgent_writes(self) -> bool:
-        """Whether a push may be over, or go on, as soon as a WRITE has ended."""
+    def _writes_due(self, now: float) -> float | None:
+        """When to poll WRITEs. Those of the running step may wait, unless a push may go on as soon as one has ended."""
+        if not self._pushes.in_flight:
+            strategy = self._strategy
+            busy = strategy is not None and (strategy.engines_in_flight if self._pushes else strategy.is_busy)
+            return now + WRITE_POLL_S if busy else None
         computed = {push.request_id for push, _ in self._step}
-        return any(
+        if len(self._step_layers) == len(self._layer_groups) or any(
             push.request_id not in computed or any(transfer.needs_polling for transfer in push.transfers)
             for push in self._pushes.in_flight.values()
-        )
+        ):
+            return now + WRITE_POLL_S
+        return max(now + WRITE_POLL_S, min(self._schedule.next_due(now), now + LONGEST_S))
 
     # Between turns.
 
@@ -430,6 +414,11 @@ class PushWriter:
             for push in self._pushes.in_flight.values()
             if push.record.decode_engine_id is not None
         }
+
+    @property
+    def awaits_message(self) -> bool:
+        """Whether a push waits for a registration or a handshake."""
+        return bool(self._pushes.awaiting)
 
     @property
     def is_draining(self) -> bool:

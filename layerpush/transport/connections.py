@@ -233,6 +233,10 @@ class Connections:
         """Drop the connection to an engine; the next ``reach`` makes a new one."""
         self._network.disconnect(engine_id)
 
+    def next_due(self, _now: float) -> float | None:
+        """When ``tick`` has a handshake to repeat; None: never."""
+        return min((retry.due for retry in self._retries), default=None)
+
     def tick(self, now: float) -> None:
         """Repeat the handshakes that are due."""
         due = [retry for retry in self._retries if retry.due <= now]

@@ -64,6 +64,10 @@ class IdleConnections:
         """An agent has answered a ping."""
         self._watch.on_message(agent, now, identified=True)
 
+    def next_due(self, _now: float) -> float:
+        """When ``tick`` looks again."""
+        return self._look_at
+
     def tick(self, now: float) -> None:
         """Look after the idle connections, at most every ``LOOK_EVERY_S`` seconds: turns of the writer are frequent."""
         if now < self._look_at:

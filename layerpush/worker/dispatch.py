@@ -21,7 +21,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from layerpush.core.wire import (
     MAX_ID_CHARS,
@@ -92,9 +92,14 @@ class Dispatcher:
         """Whether notifications wait for the next turn."""
         return bool(self._waiting)
 
-    def deliver(self) -> None:
-        """Hand over notifications that have arrived, at most ``MESSAGES_PER_TURN``: pushes must go on in a flood."""
-        arrived = list(self._read())
+    def deliver(self) -> bool:
+        """Hand over notifications that have arrived, at most ``MESSAGES_PER_TURN``: pushes must go on in a flood.
+        Returns whether there were any.
+        """
+        batch = self._arrived()
+        if not batch:
+            return False
+        arrived = list(self._read(batch))
         failure = self._flushed() if any(isinstance(message, LANDED) for _, message, _, _ in arrived) else None
         for agent, message, payload, now in arrived:
             try:
@@ -104,6 +109,7 @@ class Dispatcher:
                     self._dispatch(agent, message, payload, now)
             except Exception:  # a defect of ours costs one message, never the thread
                 logger.exception("layerpush: %s from %s failed", type(message).__name__, agent)
+        return True
 
     def _flushed(self) -> str | None:
         """Make WRITEs that landed visible. Returns the reason of a failure: only the bytes of these WRITEs are lost."""
@@ -115,8 +121,8 @@ class Dispatcher:
             return failure
         return None
 
-    def _read(self) -> Iterator[tuple[str, Message, bytes, float]]:
-        for agent, payload in self._arrived():
+    def _read(self, batch: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, Message, bytes, float]]:
+        for agent, payload in batch:
             now = time.perf_counter()
             if len(agent) > MAX_ID_CHARS:
                 self._peer_errors.add("bad notification", f"an agent's name has {len(agent)} characters", now)

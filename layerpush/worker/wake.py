@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from layerpush.prefill.layer_interval import SHORTEST_S
-
 
 class Lock(Protocol):
     """A ``threading.Lock``, or a test's."""
@@ -29,7 +27,7 @@ class Waker:
 
     def __init__(self, on_wake: Callable[[float], None] = lambda _: None, lock: Lock | None = None) -> None:
         self._on_wake = on_wake
-        self._is_set = self._polls = False
+        self._is_set = self._polls = self._ended_wait = False
         self._lock = lock or threading.Lock()
         self._lock.acquire()
 
@@ -54,19 +52,27 @@ class Waker:
         except RuntimeError:  # another thread has just set it, or ``clear`` has not locked again yet: it is open
             return
 
-    def clear(self) -> None:
-        """Forget wake-ups so far; later ones end the next ``wait``. Waiting thread."""
+    def clear(self) -> bool:
+        """Forget wake-ups so far, and return whether there was one since the last call. Later ones end the next
+        ``wait``. Waiting thread.
+
+        A wake-up that comes during the call may end the next wait instead. Either way it is returned once.
+        """
         self._is_set = False
-        self._lock.acquire(blocking=False)
+        was_open, ended_wait = self._lock.acquire(blocking=False), self._ended_wait
+        self._ended_wait = False
+        return was_open or ended_wait
 
     def wait(self, poll_timeout: float, *, polls_layers: bool = False) -> bool:
         """Sleep until woken, at most ``poll_timeout`` seconds. Returns whether it was woken. Waiting thread.
 
         ``polls_layers``: the timeout is short enough for the layers of the running step, so ``wake_lazily`` leaves this
-        wait alone. It does so in any case if the timeout is no longer than ``SHORTEST_S``.
+        wait alone.
         """
-        if not self._is_set:
-            self._polls = polls_layers or poll_timeout <= SHORTEST_S
-            self._lock.acquire(timeout=max(poll_timeout, 0.0))
+        if self._is_set:
+            self._ended_wait = True
+        else:
+            self._polls = polls_layers
+            self._ended_wait |= self._lock.acquire(timeout=max(poll_timeout, 0.0))
             self._polls = False
-        return self._is_set
+        return self._ended_wait

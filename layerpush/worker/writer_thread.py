@@ -21,8 +21,13 @@ metrics (``Reporter``).
 Wake rules. A thread queues first and then wakes; the writer clears first, then empties the queues, then waits: so no
 wake-up is lost. ``Waker.wake`` announces work: a step, a sweep, a revocation, a task. ``wake_lazily`` announces a layer
 before a step's last; the writer polls for those while it knows the time of a layer. vLLM's code calls ``set`` in
-every step. Nothing wakes the writer for a notification, a WRITE that has landed, a fence that has passed or a deadline:
-it finds them when it wakes up by itself, after ``_poll_timeout`` seconds, 50 ms at most.
+every step.
+
+Nothing wakes the writer for a notification, a WRITE that has landed, a fence that has passed or a deadline: it wakes up
+by itself. It asks NIXL for notifications every millisecond while somebody awaits one, else every 50 ms. For all else
+the objects tell when they are due (``next_due``), and the writer sleeps until the least of these times. If it wakes up
+before, was not woken, and finds no notification, it goes back to sleep and touches nothing. A full turn follows at
+least every 50 ms.
 
 A failed call is logged and ends its push, if it has one. A failed turn ends every push. The thread runs until ``stop``.
 """
@@ -33,6 +38,7 @@ import logging
 import threading
 import time
 from functools import partial
+from typing import Protocol
 
 from layerpush.compat.push_worker import VllmPushWorker
 from layerpush.core.unreported_aborts import UnreportedAborts
@@ -52,6 +58,16 @@ logger = logging.getLogger(f"vllm.{__name__}")
 NOTIFICATION_POLL_S = 1e-3
 IDLE_POLL_S = 50e-3
 DRAIN_S = 2.0
+
+
+class Timed(Protocol):
+    """A part of the worker that has something to do at times that it knows. Writer thread."""
+
+    def next_due(self, now: float, /) -> float | None:
+        """When ``tick`` has something to do, unless an event comes first; None: never. On ``perf_counter``."""
+
+    def tick(self, now: float, /) -> None:
+        """Do what is due."""
 
 
 class WriterThread:
@@ -75,30 +91,34 @@ class WriterThread:
         self._guard = guard
         self._waker = waker
         self._lag = lag
-        self._connections = connections
-        self._idle = idle
         self._dispatcher = dispatcher
         self._pushes = pushes
-        self._registrations = registrations
         self._loads = loads
         self._unreported_aborts = unreported_aborts
+        self._timed: tuple[Timed, ...] = (connections, registrations, loads, idle)
         self._stop = threading.Event()
+        self._due = 0.0
+        """When the next full turn is due."""
+        self._notifications_s = NOTIFICATION_POLL_S
+        """Seconds between two questions to NIXL for notifications."""
 
     def run(self) -> None:
         """The loop, until ``stop``. Writer thread."""
         name_this_thread(WRITER)
         self._guard("using the device", None, self._worker.use_device)
         while not self._stop.is_set():
-            self._waker.clear()
+            woken = self._waker.clear()
             self._lag.began(time.perf_counter())
             try:
-                self._turn()
+                self._turn(woken)
             except Exception as error:  # the engine must outlive any defect here: every push fails, none completes
                 logger.exception("layerpush: the writer's turn failed")
                 self._pushes.fail_all(f"{type(error).__name__}: {error}")
-            timeout = self._poll_timeout()
-            self._lag.ended(time.perf_counter(), timeout)
-            self._waker.wait(timeout, polls_layers=self._pushes.polls_layers(timeout))
+                self._due = time.perf_counter() + NOTIFICATION_POLL_S
+            now = time.perf_counter()
+            timeout = max(0.0, min(self._due - now, self._notifications_s))
+            self._lag.ended(now, timeout)
+            self._waker.wait(timeout, polls_layers=self._pushes.polls_layers)
 
     def stop(self) -> bool:
         """End the loop, fail every push, report that to each D, and wait for WRITEs on the wire. Main thread.
@@ -115,8 +135,24 @@ class WriterThread:
             logger.warning("layerpush shuts down with %d WRITEs still on the wire", left)
         return True
 
-    def _turn(self) -> None:
+    def _turn(self, woken: bool) -> None:
         aborts = self._unreported_aborts.count
+        if woken:
+            self._take_queued()
+        found = self._dispatcher.deliver()
+        if not woken and not found and time.perf_counter() < self._due:
+            return
+        self._pushes.turn()
+        now = time.perf_counter()
+        for part in self._timed:
+            part.tick(now)
+        if not self._pushes.is_draining:
+            self._unreported_aborts.settled(aborts)
+        awaited = self._loads.is_waiting or self._pushes.awaits_message
+        self._notifications_s = NOTIFICATION_POLL_S if awaited else IDLE_POLL_S
+        self._due = self._next_due(time.perf_counter())
+
+    def _take_queued(self) -> None:
         for what, task in self._worker.tasks():
             self._guard(what, None, task)
         for request_id in self._worker.ended_requests():
@@ -125,20 +161,10 @@ class WriterThread:
             if self._pushes.is_delegated(request_id):
                 push = partial(self._worker.push_whole, request_id, blocks, data)
                 self._guard("a deferred push", request_id, push)
-        self._dispatcher.deliver()
-        self._pushes.turn()
-        now = time.perf_counter()
-        self._connections.tick(now)
-        self._registrations.tick(now)
-        self._loads.tick(now)
-        self._idle.tick(now)
-        if not self._pushes.is_draining:
-            self._unreported_aborts.settled(aborts)
 
-    def _poll_timeout(self) -> float:
-        """The writer's longest sleep, in seconds."""
+    def _next_due(self, now: float) -> float:
+        """When the next full turn is due, if nothing wakes the writer before."""
         if self._dispatcher.is_behind:
-            return 0.0
-        peers = NOTIFICATION_POLL_S if self._loads.is_waiting else IDLE_POLL_S
-        pushes = self._pushes.poll_timeout
-        return peers if pushes is None else min(pushes, peers)
+            return now
+        times = (self._pushes.next_due(now), *(part.next_due(now) for part in self._timed))
+        return min(now + IDLE_POLL_S, *(at for at in times if at is not None))

@@ -10,7 +10,7 @@ from tests.support.waiting import until
 
 
 class WriterTurns:
-    """Counts the turns of a worker whose writer thread runs."""
+    """Counts the turns for which a worker's writer thread was woken."""
 
     def __init__(self, worker: LayerwisePushWorker) -> None:
         self._worker, self._begun = worker, 0
@@ -24,14 +24,14 @@ class WriterTurns:
         if not len(writer) and not self._worker.step_events.pending:
             return
         before = self._begun
-        for turns in (1, 2):  # the turn that runs may have begun before the events
+        for turns in (1, 2):  # the first has ended when the second begins
             self._worker._waker.wake()
             until(partial(self._has_begun, before + turns), "a turn of the writer")
         until(lambda: not any(push.in_flight for push in list(writer._pushes.values())), "the end of the WRITEs")
 
     def _has_begun(self, turn: int) -> bool:
-        return self._begun > turn
+        return self._begun >= turn
 
-    def _counted(self, turn: Callable[[], None]) -> None:
-        self._begun += 1
-        turn()
+    def _counted(self, turn: Callable[[bool], None], woken: bool) -> None:
+        self._begun += woken
+        turn(woken)

@@ -10,7 +10,7 @@ import pytest
 from layerpush.core.push_policy import Policy
 from layerpush.core.step_plan import StepPlan
 from layerpush.prefill import step_events
-from layerpush.prefill.writer import FENCE_POLL_S
+from layerpush.prefill.layer_interval import FENCE_POLL_S
 from tests.unit.writer_rig import Prompt, Rig
 
 LAYERS, TOKENS = 12, 22
@@ -63,8 +63,8 @@ def test_fences_are_found_in_time_with_few_polls(
         rig.writer.turn()
         polls += 1
         found += [gpu.now] * (len(rig.writer._step_layers) - len(found))
-        assert rig.writer.poll_timeout is not None
-        gpu.now += rig.writer.poll_timeout
+        assert rig.sleep_s is not None
+        gpu.now += rig.sleep_s
     late = [at - due for at, due in zip(found, gpu.due, strict=True)]
     if by_layer:
         assert max(late) <= FENCE_POLL_S + 1e-9

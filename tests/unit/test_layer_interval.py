@@ -53,20 +53,24 @@ def test_the_writer_uses_the_interval_between_layers_only(monkeypatch: pytest.Mo
     rig = Rig(Faults(hold_writes={0: NEVER}))
     prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
     rig.registers(prompt, decoder)
-    seen: list[float | None] = []
-    rig.step((prompt, 4), between=lambda: seen.append(rig.writer.layer_poll_timeout))
-    assert not rig.writer.polls_layers(0.0), "no layer to wait for"
-    assert seen[0] is None, "no interval is known"
+    seen: list[bool] = []
+
+    def polls_layers() -> bool:
+        assert rig.sleep_s is not None
+        return rig.writer.polls_layers
+
+    rig.step((prompt, 4), between=lambda: seen.append(polls_layers()))
+    assert not seen[0], "no interval is known"
     assert all(seen[1:-1])
-    assert seen[-1] is None, "no layer to wait for"
-    assert rig.writer.poll_timeout == WRITE_POLL_S
+    assert not seen[-1], "no layer to wait for"
+    assert rig.sleep_s == WRITE_POLL_S
 
     patience: list[float | None] = []
     keeps: list[bool] = []
 
     def look() -> None:
-        patience.append(rig.writer.poll_timeout)
-        keeps.append(rig.writer.polls_layers(LONGEST_S) and not rig.writer.polls_layers(2 * LONGEST_S))
+        patience.append(rig.sleep_s)
+        keeps.append(rig.writer.polls_layers)
 
     rig.step((prompt, 18), between=look)
     assert patience == [LONGEST_S] * (len(patience) - 1) + [WRITE_POLL_S]
@@ -75,7 +79,7 @@ def test_the_writer_uses_the_interval_between_layers_only(monkeypatch: pytest.Mo
     other = Prompt("p-2", 8, [30, 31])
     rig.host.pending[other.name] = rig.asks(other, decoder, 20)
     hurried: list[float | None] = []
-    rig.step((other, 8), between=lambda: hurried.append(rig.writer.poll_timeout))
+    rig.step((other, 8), between=lambda: hurried.append(rig.sleep_s))
     assert set(hurried) == {WRITE_POLL_S}, "the first prompt's WRITE is still on the wire"
 
 
@@ -84,8 +88,8 @@ def test_by_chunk_the_writer_uses_the_longest_interval() -> None:
     prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
     rig.registers(prompt, decoder)
     seen: list[float | None] = []
-    rig.step((prompt, 22), between=lambda: seen.append(rig.writer.layer_poll_timeout))
-    assert seen == [LONGEST_S] * (len(seen) - 1) + [None]
+    rig.step((prompt, 22), between=lambda: seen.append(rig.sleep_s))
+    assert seen == [LONGEST_S] * (len(seen) - 1) + [WRITE_POLL_S], "after the last layer there is a WRITE"
 
 
 def test_later_layers_are_expected_at_the_pace_of_earlier_ones() -> None:

@@ -49,14 +49,14 @@ def test_writes_of_one_size_do_not_change_the_estimate_for_other_sizes() -> None
 
 @pytest.mark.parametrize("real_s", [0.01, 0.1, 0.6, 0.9])
 def test_scheduled_looks_reveal_a_fast_link(real_s: float) -> None:
-    """The writer looks at ``next_look``, and when the next layer is ready."""
+    """The writer looks at ``next_poll``, and when the next layer is ready."""
     speed, layer_s = LinkSpeed(), 1.0
-    assert speed.next_look(0.0) == math.inf
+    assert speed.next_poll(0.0) == math.inf
     for at in range(0, 300, 3):
         speed.posted(at, 100, at)
         seen = look = float(at)
         while look < at + real_s:
-            seen, look = look, min(speed.next_look(look), at + layer_s)
+            seen, look = look, min(speed.next_poll(look), at + layer_s)
         speed.ended(at, look, landed=True, seen=seen)
     assert 0.75 * real_s <= speed.line[1] * 100 <= 1.5 * real_s
     assert speed.slowdown(at) <= 2
@@ -73,20 +73,20 @@ def test_a_write_that_overtakes_another_does_not_change_the_estimate() -> None:
 
 
 @pytest.mark.timeout(10)
-def test_next_look_terminates_for_a_tiny_write() -> None:
+def test_next_poll_terminates_for_a_tiny_write() -> None:
     """At a late clock time, rounding loses half of the WRITE's time."""
     speed = LinkSpeed()
     speed.posted("tiny", 1, 0.0)
     speed.ended("tiny", 1e-12, landed=True)
     speed.posted("later", 1, 1e9)
-    assert speed.next_look(2e9) == 1e9
+    assert speed.next_poll(2e9) == 1e9
 
 
 def test_writes_queue_for_the_link() -> None:
     speed = learned()
     for key in range(3):
         speed.posted(key, 1 << 20, 1.0)
-    assert speed.next_landing == pytest.approx(1.0 + seconds(1 << 20))
+    assert speed.next_poll(1.0, halfway=True) == pytest.approx(1.0 + 0.5 * seconds(1 << 20))
     assert speed.busy_s(1.0, times=2.0) == pytest.approx(6 * seconds(1 << 20))
     assert speed.busy_s(1.0 + seconds(1 << 20), times=2.0) == pytest.approx(5 * seconds(1 << 20))
 

@@ -9,10 +9,11 @@ import pytest
 
 from layerpush.core.link_speed import LinkSpeed
 from layerpush.core.push_policy import Policy
-from layerpush.prefill.layer_interval import LONGEST_S, LayerInterval
+from layerpush.core.step_plan import StepPlan
+from layerpush.prefill.layer_interval import FENCE_POLL_S, LONGEST_S, LayerInterval
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.step_schedule import StepSchedule
-from layerpush.prefill.writer import FENCE_POLL_S, PEER_POLL_S, WRITE_POLL_S
+from layerpush.prefill.writer import WRITE_POLL_S
 from tests.unit.writer_rig import BLOCK_SIZE, Prompt, Rig
 
 LAYERS, TOKENS = 12, 22
@@ -100,8 +101,8 @@ def test_the_writer_sleeps_half_of_the_time_until_layers_must_be_posted(monkeypa
 
     def between() -> None:
         rig.settle()
-        if rig.writer.layer_poll_timeout is not None:
-            timeouts.append(rig.writer.layer_poll_timeout)
+        if rig.sleep_s is not None:
+            timeouts.append(rig.sleep_s)
 
     rig.step((prompt, TOKENS), between=between)
     assert max(timeouts) == pytest.approx(40, abs=5), "layer 11 of 12 is ready after 80 s, seen from layer 2 or 3"
@@ -112,10 +113,10 @@ def test_the_writer_polls_a_write_while_no_layer_waits(monkeypatch: pytest.Monke
     """Otherwise a WRITE never seems to land earlier than the next layer, and layers never wait."""
     rig, prompt = rig_with(1.0, 1.0, monkeypatch)
     rig.fabric.faults.hold_writes.update(dict.fromkeys(range(LAYERS), 1000))
-    monkeypatch.setattr(StepSchedule, "landing_poll_s", lambda *_: 0.0)
+    monkeypatch.setattr(StepSchedule, "next_due", lambda *_: 0.0)
     rig.registers(prompt)
     timeouts: list[float | None] = []
-    rig.step((prompt, TOKENS), between=lambda: timeouts.append(rig.writer.poll_timeout))
+    rig.step((prompt, TOKENS), between=lambda: timeouts.append(rig.sleep_s))
     assert timeouts[: LAYERS - 1] == [WRITE_POLL_S] * (LAYERS - 1)
 
 
@@ -145,7 +146,7 @@ def test_the_writer_polls_fences_while_layers_wait(monkeypatch: pytest.MonkeyPat
 
     def between() -> None:
         rig.settle()
-        timeouts.append(rig.writer.poll_timeout)
+        timeouts.append(rig.sleep_s)
 
     rig.step((prompt, TOKENS), between=between)
     assert max(timeout for timeout in timeouts if timeout is not None) == LONGEST_S
@@ -158,7 +159,7 @@ def test_the_writer_polls_the_first_fences_of_a_step(monkeypatch: pytest.MonkeyP
     rig.writer._schedule.link("D").last_landed = math.inf
     monkeypatch.setattr(StepEvents, "pending", True)
     timeouts: list[float | None] = []
-    rig.step((prompt, TOKENS), between=lambda: timeouts.append(rig.writer.poll_timeout))
+    rig.step((prompt, TOKENS), between=lambda: timeouts.append(rig.sleep_s))
     assert timeouts[0] == FENCE_POLL_S
 
 
@@ -183,7 +184,7 @@ def test_the_writer_turns_at_once_if_a_push_begins_to_stream_after_a_turn(monkey
     def between() -> None:
         if not timeouts:
             rig.host.connecting["p-1"].handshake_ended(None)
-        timeouts.append(rig.writer.poll_timeout)
+        timeouts.append(rig.sleep_s)
 
     rig.step((prompt, TOKENS), between=between)
     assert timeouts[0] == 0.0
@@ -201,7 +202,7 @@ def test_a_write_is_polled_early_and_then_less_often(
     schedule, link = StepSchedule(LAYERS, LayerInterval()), LinkSpeed()
     schedule._leave_at, schedule._scheduled = {"D": math.inf} if waiting else {}, [link]
     link.posted("write", 1, 0.0)
-    assert [schedule.landing_poll_s(now) for now in (0.0, 0.5, 3.0, 4.5)] == polls
+    assert [schedule.next_due(now) - now for now in (0.0, 0.5, 3.0, 4.5)] == polls
 
 
 def test_the_writer_polls_for_registrations_while_other_layers_wait(
@@ -209,11 +210,27 @@ def test_the_writer_polls_for_registrations_while_other_layers_wait(
 ) -> None:
     rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
     rig.registers(prompt)
-    timeouts: list[float | None] = []
+    waits: list[bool] = []
 
     def between() -> None:
         rig.settle()
-        timeouts.append(rig.writer.poll_timeout)
+        waits.append(rig.writer.awaits_message)
 
     rig.step((prompt, TOKENS), (Prompt("p-2", TOKENS, list(range(20, 28)), "auto"), TOKENS), between=between)
-    assert max(timeout for timeout in timeouts if timeout is not None) <= PEER_POLL_S
+    assert all(waits)
+
+
+def test_layers_that_waited_leave_in_time_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, prompt = rig_with(1000.0, 1e-9, monkeypatch)
+    rig.registers(prompt)
+    rig.capture.arm(StepPlan((prompt.chunk(TOKENS),)))
+    for layer in range(4):
+        rig.capture.layer_saved(f"layers.{layer}")
+        rig.writer.turn()
+        rig.settle()
+    before = len(rig.fabric.writes)
+    rig.writer.turn()
+    assert len(rig.fabric.writes) == before, "layers wait"
+    monkeypatch.setattr(StepSchedule, "waits", lambda *_: False)
+    rig.writer.turn()
+    assert len(rig.fabric.writes) == before + 1

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from layerpush.prefill.layer_interval import SHORTEST_S
 from layerpush.worker.wake import Waker
 
 LONG_S = 20.0
@@ -93,13 +92,8 @@ def test_items_queued_before_a_wake_up_are_seen() -> None:
         thread.join()
 
 
-@pytest.mark.parametrize(
-    ("poll_timeout", "polls_layers", "left_alone"),
-    [(SHORTEST_S, False, True), (2 * SHORTEST_S, False, False), (2 * SHORTEST_S, True, True), (LONG_S, False, False)],
-)
-def test_a_lazy_wake_up_leaves_a_polling_sleeper_alone(
-    poll_timeout: float, polls_layers: bool, left_alone: bool
-) -> None:
+@pytest.mark.parametrize("polls_layers", [False, True])
+def test_a_lazy_wake_up_leaves_a_polling_sleeper_alone(polls_layers: bool) -> None:
     """The sleeper polls soon, and then finds the queued work."""
     lock = InterruptedLock()
     waker = Waker(lock=lock)
@@ -111,8 +105,8 @@ def test_a_lazy_wake_up_leaves_a_polling_sleeper_alone(
         waker.wake()
 
     lock.then = come
-    assert waker.wait(poll_timeout, polls_layers=polls_layers)
-    assert seen == [not left_alone]
+    assert waker.wait(LONG_S, polls_layers=polls_layers)
+    assert seen == [not polls_layers]
     waker.clear()
     waker.wake_lazily()
     assert waker.wait(0.0), "no sleeper: the next wait must not be a long one"
@@ -128,3 +122,37 @@ def test_the_first_wake_up_is_timed() -> None:
     waker.set()
     waker.wake()
     assert len(times) == 1, "there may have been no work"
+
+
+@pytest.mark.parametrize("when", ["before the wait", "during the wait", "during the clear"])
+def test_each_wake_up_is_returned_by_a_clear(when: str) -> None:
+    """A turn that was not woken does not look into the queues."""
+    lock = InterruptedLock()
+    waker = Waker(lock=lock)
+    if when == "before the wait":
+        waker.wake()
+    else:
+        lock.then = waker.wake
+    cleared = waker.clear() if when == "during the clear" else False
+    assert waker.wait(0.0)
+    assert waker.clear() or cleared
+    assert not waker.wait(0.0)
+    assert not waker.clear()
+
+
+def test_work_that_is_queued_during_a_clear_is_found_after_it() -> None:
+    """The second of two wake-ups does not release the lock: the first one has done so."""
+    lock = InterruptedLock()
+    waker = Waker(lock=lock)
+    lock.then = waker.wake
+    waker.clear()
+    waker.wake()
+    assert waker.wait(0.0)
+    assert waker.clear()
+
+
+def test_a_wake_up_during_a_turn_is_returned_by_the_next_clear() -> None:
+    waker = Waker()
+    waker.wake()
+    assert waker.clear()
+    assert not waker.clear()

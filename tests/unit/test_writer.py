@@ -9,12 +9,14 @@ import pytest
 from layerpush.core.config import PushMode
 from layerpush.core.layout import CacheLayout, LayerSlots
 from layerpush.core.push_policy import SHORT_PROMPT, Policy
+from layerpush.core.push_protocol import Planned
 from layerpush.core.push_session import PushSession
 from layerpush.core.step_plan import StepPlan
 from layerpush.prefill.host import Identity
 from layerpush.prefill.layer_interval import LONGEST_S
+from layerpush.prefill.push import Push
 from layerpush.prefill.unhooked_layers import UnhookedLayers
-from layerpush.prefill.writer import PEER_POLL_S
+from layerpush.prefill.writer import WRITE_POLL_S
 from layerpush.transport.link import Link
 from tests.support.fake_transport import Faults
 from tests.unit.builders import registration
@@ -353,8 +355,8 @@ def test_the_layer_poll_interval_follows_the_modes_of_the_step(mode: PushMode, b
     prompt = Prompt("p-2", TOKENS, list(range(20, 28)), mode)
     rig.capture.arm(StepPlan((prompt.chunk(9),)))
     rig.writer.turn()
-    assert rig.writer.layer_poll_timeout is not None
-    assert (rig.writer.layer_poll_timeout < LONGEST_S) == by_layer
+    assert rig.sleep_s is not None
+    assert (rig.sleep_s < LONGEST_S) == by_layer
 
 
 def test_the_record_has_all_times_writes_and_counters() -> None:
@@ -386,13 +388,13 @@ def test_the_writer_sleeps_as_long_as_possible(when: str) -> None:
     rig, prompt = Rig(Faults(hold_writes={0: 1000})), prompt_of()
     decoder = rig.decoder()
     if when == "idle":
-        assert rig.writer.poll_timeout is None
+        assert rig.sleep_s is None
         return
     if when == "writing":
         rig.registers(prompt, decoder)
     rig.step((prompt, 8))
-    assert rig.writer.poll_timeout is not None
-    assert rig.writer.poll_timeout <= (1e-3 if when == "waiting" else 5e-4)
+    assert rig.writer.awaits_message == (when == "waiting")
+    assert rig.sleep_s == (None if when == "waiting" else WRITE_POLL_S)
     assert rig.writer.writes_in_flight("p-1") == (when == "writing")
 
 
@@ -414,7 +416,8 @@ def test_a_turn_looks_at_no_push_that_only_waits(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(push.session, "__class__", Watched)
     for _ in range(3):
         rig.writer.turn()
-        assert rig.writer.poll_timeout == PEER_POLL_S
+        assert rig.sleep_s is None
+        assert rig.writer.awaits_message
         assert not rig.writer.is_draining
     assert looks == []
     assert len(rig.writer.waiting()) == 50
@@ -435,3 +438,21 @@ def test_an_engine_is_served_until_the_last_push_of_a_registration_is_over(first
         rig.writer._pushes.remove(over)
     assert rig.writer.serving(wanted.key) is None
     assert not rig.writer.engines_in_use
+
+
+def test_a_turn_looks_at_no_streaming_push_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts whose next chunk comes in a later step."""
+    rig, posts = Rig(), list[str]()
+    prompts = [Prompt(f"p-{number}", TOKENS, [1 + number]) for number in range(30)]
+    for prompt in prompts:
+        rig.registers(prompt)
+    rig.step(*((prompt, 1) for prompt in prompts))
+    rig.settle()
+    assert len(rig.writer._pushes.streaming) == 30
+    monkeypatch.setattr(Push, "post_ready", lambda push, **_: posts.append(push.request_id))
+    rig.writer.turn()
+    assert posts == []
+    rig.writer._pushes["p-3"].handle(Planned(prompts[3].chunk(1)))
+    assert rig.sleep_s == 0.0
+    rig.writer.turn()
+    assert posts == ["p-3"]

@@ -134,11 +134,11 @@ def test_calibration_writes_do_not_block_a_push() -> None:
     rig.settle()
     assert decoder.told() == [[b"d-p-1:1"]]
     assert (timed(), rig.strategy.engines_in_flight, rig.strategy.is_busy) == (1, set(), True)
-    assert rig.writer.poll_timeout != WRITE_POLL_S, "no WRITE to poll"
+    assert rig.sleep_s != WRITE_POLL_S, "no WRITE to poll"
     over(rig, prompt, decoder, wanted)
     deadline = time.monotonic() + 10
     while rig.strategy.is_busy and time.monotonic() < deadline:
-        assert rig.writer.poll_timeout == WRITE_POLL_S
+        assert rig.sleep_s == WRITE_POLL_S
         rig.writer.turn()
     assert timed() > 10
     assert rig.strategy.costs_to("D") != Costs()
@@ -382,8 +382,8 @@ def test_the_writer_polls_often_while_writes_are_staged() -> None:
     rig.staging.looks.extend([NEVER] * 3)
     rig.step((prompt, 9))
     assert rig.staged
-    assert rig.writer.poll_timeout is not None
-    assert rig.writer.poll_timeout <= 5e-4
+    assert rig.sleep_s is not None
+    assert rig.sleep_s <= 5e-4
     assert rig.writer.writes_in_flight("p-1")
     assert rig.writer.engines_in_flight == {"D"}
 

@@ -308,6 +308,13 @@ class Rig:
         )
 
     @property
+    def sleep_s(self) -> float | None:
+        """The writer's longest sleep, in seconds; None: until it is woken."""
+        now = time.perf_counter()
+        due = self.writer.next_due(now)
+        return None if due is None else round(due - now, 9)
+
+    @property
     def layers(self) -> int:
         return len(self.layout.layers)
 

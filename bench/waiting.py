@@ -1,0 +1,178 @@
+"""The cost of requests that only wait: the processor time of the writer's turns while no message comes.
+
+The writer's own loop runs with its own objects; only the worker and the network are scripted. On D loads wait for P. On
+P pushes, whose prefill is over, wait for D's registration.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from bench import OUTPUT, write
+from bench.command import console, numbers
+from bench.provenance import provenance
+from layerpush.core.layout import CacheLayout, LayerSlots, Region
+from layerpush.core.liveness import PeerWatch
+from layerpush.core.push_policy import Policy
+from layerpush.core.step_plan import PromptProgress, StepPlan
+from layerpush.core.unreported_aborts import UnreportedAborts
+from layerpush.core.wire import Registration
+from layerpush.decode.loads import Loads
+from layerpush.decode.prefill_peers import PrefillPeers
+from layerpush.decode.unpacking import NoUnpacking
+from layerpush.prefill.host import Identity
+from layerpush.prefill.registrations import Registrations
+from layerpush.prefill.step_events import StepEvents
+from layerpush.prefill.writer import PushWriter
+from layerpush.telemetry.metrics.lag import Lag
+from layerpush.telemetry.metrics.pushes import PushMeter
+from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.telemetry.peer_errors import PeerErrors
+from layerpush.telemetry.trace_file import TraceFile
+from layerpush.transport.connections import Address, Connections
+from layerpush.transport.idle_connections import IdleConnections
+from layerpush.worker.dispatch import Dispatcher
+from layerpush.worker.guard import Guard
+from layerpush.worker.wake import Waker
+from layerpush.worker.writer_thread import WriterThread
+
+LAYERS, TOKENS, BLOCK_TOKENS = 32, 1024, 16
+PEER_TIMEOUT_S = 20.0
+P = Address("P", "127.0.0.1", 5600, 1)
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+
+class Quiet:
+    """The worker and the network, in which nothing happens. One prefill engine is connected."""
+
+    def __init__(self) -> None:
+        self.queued: deque[tuple[str, Any]] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {"agents_of": ("p-0",), "engines": {"P": ("p-0",)}, "rank_of": (0, 0), "address_of": P, "knows": True}
+        empty = {"ended_requests": (), "deferred_pushes": (), "is_unwanted": False}
+        return lambda *_, **__: {**answers, **empty}.get(name)
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        return []
+
+    def tasks(self) -> list[tuple[str, Any]]:
+        return [self.queued.popleft() for _ in range(len(self.queued))]
+
+
+class TimedWaker(Waker):
+    """Sums up the processor seconds between the waiting thread's sleeps. A sleep itself does not hold Python's lock."""
+
+    awake_s = since = 0.0
+
+    def wait(self, poll_timeout: float, *, polls_layers: bool = False) -> bool:
+        self.awake_s += time.thread_time() - self.since
+        try:
+            return super().wait(poll_timeout, polls_layers=polls_layers)
+        finally:
+            self.since = time.thread_time()
+
+
+class Rank:
+    """A writer thread without an engine. The main thread queues work for it."""
+
+    def __init__(self) -> None:
+        quiet: Any = Quiet()
+        errors, recorder, self.queued = PeerErrors(logging.getLogger("bench")), Recorder(), quiet.queued
+        layers = [LayerSlots(f"layers.{layer}", 0, (layer,)) for layer in range(LAYERS)]
+        layout = CacheLayout(tuple(layers), tuple(Region(layer << 30, 1 << 16, 4096) for layer in range(LAYERS)))
+        lag = Lag()
+        self.waker = TimedWaker(lag.woken)
+        self.steps = StepEvents(layout.index_of, self.waker.wake, None, wake_lazily=self.waker.wake_lazily)
+        trace, meter = TraceFile(None, "P", 0), PushMeter(recorder)
+        self.pushes = PushWriter(Identity("P", 0), layout, Policy(), quiet, self.steps, quiet, trace, 60.0, meter)
+        connections = Connections(quiet, quiet, None, quiet.search)
+        steps = self.steps
+        registrations = Registrations(self.pushes, connections, quiet, errors, str, lambda: steps.steps, 60.0)
+        peers = PrefillPeers("D", connections, PeerWatch(PEER_TIMEOUT_S), quiet.probe, quiet, recorder)
+        self.loads = Loads("D", 1, PEER_TIMEOUT_S, peers, quiet, NoUnpacking(), errors, recorder)
+        idle = IdleConnections("D", connections, quiet.probe, lambda: {"P"}, lambda _: False, float)
+        dispatcher = Dispatcher(quiet, registrations, self.loads, idle, quiet.any, quiet.any, errors, quiet.any)
+        guard = Guard(self.pushes.fail)
+        self.writer = WriterThread(
+            quiet, guard, self.waker, lag, connections, idle, dispatcher, self.pushes, registrations, self.loads,
+            UnreportedAborts(),
+        )  # fmt: skip
+
+    def waits(self, side: str, requests: int) -> None:
+        """So many requests begin to wait."""
+        if side == "P" and requests:
+            table = [list(range(1, 1 + TOKENS // BLOCK_TOKENS))]
+            prompts = [PromptProgress(f"r-{number}", (BLOCK_TOKENS,)) for number in range(requests)]
+            chunks = [prompt.advance(0, TOKENS, TOKENS, table) for prompt in prompts]
+            self.steps.arm(StepPlan(tuple(chunk for chunk in chunks if chunk is not None)))
+            self.steps.sweep()
+            for number in range(requests):
+                self.steps.finish(f"r-{number}", tuple(table))
+        for number in range(requests if side == "D" else 0):
+            wanted = Registration(
+                request_id=f"r-{number}", decode_engine_id="D", decode_host="127.0.0.1", decode_port=5601,
+                decode_tp_size=1, local_block_ids=(tuple(range(64)),), layerpush=1,
+            )  # fmt: skip
+            self.queued.append(("", lambda wanted=wanted: self.loads.register(wanted, P, {}, time.perf_counter())))
+        self.waker.wake()
+
+
+def sample(side: str, requests: int, seconds: float) -> float:
+    """The share of Python's lock that a fresh writer takes while so many requests wait."""
+    rank = Rank()
+    thread = threading.Thread(target=rank.writer.run, daemon=True)
+    thread.start()
+    rank.waits(side, requests)
+    time.sleep(0.2)
+    waiting = len(rank.loads) if side == "D" else len(rank.pushes.waiting())
+    assert waiting == requests, f"{waiting} of {requests} requests wait on {side}"
+    began, used = time.perf_counter(), rank.waker.awake_s
+    time.sleep(seconds)
+    share = (rank.waker.awake_s - used) / (time.perf_counter() - began)
+    rank.writer._stop.set()
+    rank.waker.set()
+    thread.join()
+    return share
+
+
+@app.command()
+def main(
+    requests: Annotated[str, typer.Option(help="Numbers of waiting requests, beside none.")] = "1,64,256",
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each cell, in any order.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a sample.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="All samples as JSON.")] = OUTPUT / "waiting.json",
+) -> None:
+    """Measure the writer's share of Python's lock while requests wait on D, and on P.
+
+    - python -m bench.waiting --requests 256 --rounds 10
+    """
+    cells = [(side, number) for side in ("D", "P") for number in (0, *numbers(requests))]
+    samples: dict[tuple[str, int], list[float]] = {cell: [] for cell in cells}
+    draw = random.Random(seed)
+    for _ in range(rounds):
+        for side, number in draw.sample(cells, len(cells)):
+            samples[side, number].append(sample(side, number, seconds))
+    rows: list[dict[str, Any]] = [
+        {"side": side, "requests": number, "share": costs, "to_none": median(costs) / median(samples[side, 0])}
+        for (side, number), costs in samples.items()
+    ]
+    write(out, {**provenance(seed), "seconds": seconds, "rows": rows})
+    for row in rows:
+        percent, to_none = 100 * median(row["share"]), row["to_none"]
+        console().print(f"{row['side']} {row['requests']:4} wait: {percent:.2f} % of the lock, {to_none:.1f} x none")
+
+
+if __name__ == "__main__":
+    app()

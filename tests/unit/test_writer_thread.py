@@ -1,0 +1,123 @@
+"""A turn of the writer thread touches only what is due, was woken for, or has a message."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bench.waiting import PEER_TIMEOUT_S, Rank
+from layerpush.core.load_session import LoadSession
+from layerpush.core.push_session import PushSession
+from layerpush.core.wire import Ping, encode
+from layerpush.worker.writer_thread import IDLE_POLL_S, NOTIFICATION_POLL_S
+
+WAITING = 50
+
+
+class Touched:
+    """Notes each call of the writer's parts, and each session that somebody looks at."""
+
+    def __init__(self, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.sessions: list[str] = []
+        writer = rank.writer
+        for part in (*writer._timed, writer._pushes):
+            for name in ("tick", "turn", "next_due"):
+                if hasattr(part, name):
+                    noted = self._noted(f"{type(part).__name__}.{name}", getattr(part, name))
+                    monkeypatch.setattr(part, name, noted)
+        sessions = [load.session for load in rank.loads._open.values()]
+        pushes = [push.session for push in rank.pushes._pushes.values()]
+        for kind, each in ((LoadSession, sessions), (PushSession, pushes)):
+            watched = self._watched(kind)
+            for session in each:
+                monkeypatch.setattr(session, "__class__", watched)
+
+    def _noted(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            self.calls.append(what)
+            return call(*args)
+
+        return noted
+
+    def _watched(self, kind: type[Any]) -> type[Any]:
+        touched = self.sessions
+
+        class Watched(kind):
+            def __getattribute__(self, name: str) -> Any:
+                touched.append(name)
+                return super().__getattribute__(name)
+
+        return Watched
+
+
+def waiting(side: str) -> Rank:
+    rank = Rank()
+    rank.waits(side, WAITING)
+    rank.writer._turn(True)
+    assert len(rank.loads) + len(rank.pushes) == WAITING
+    assert rank.writer._notifications_s == NOTIFICATION_POLL_S
+    return rank
+
+
+@pytest.mark.parametrize("side", ["D", "P"])
+def test_a_poll_that_finds_nothing_touches_nothing(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = waiting(side)
+    rank.writer._due = time.perf_counter() + 60.0
+    touched = Touched(rank, monkeypatch)
+    for _ in range(20):
+        rank.writer._turn(False)
+    assert (touched.calls, touched.sessions) == ([], [])
+
+
+@pytest.mark.parametrize("reason", ["woken", "due", "a message"])
+@pytest.mark.parametrize("side", ["D", "P"])
+def test_a_full_turn_looks_at_no_request_that_only_waits(
+    side: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = waiting(side)
+    rank.writer._due = 0.0 if reason == "due" else time.perf_counter() + 60.0
+    touched = Touched(rank, monkeypatch)
+    message = [("p-9", encode(Ping("E", 1)))] if reason == "a message" else []
+    monkeypatch.setattr(rank.writer._dispatcher, "_notifications", lambda: message)
+    rank.writer._turn(reason == "woken")
+    assert "PushWriter.turn" in touched.calls
+    assert {call.split(".")[0] for call in touched.calls if call.endswith("tick")} == {
+        "Connections",
+        "Registrations",
+        "Loads",
+        "IdleConnections",
+    }
+    assert touched.sessions == []
+
+
+def test_the_next_turn_is_due_when_the_first_part_is() -> None:
+    rank = waiting("D")
+    now = time.perf_counter()
+    load = next(iter(rank.loads._open))
+    assert rank.writer._due <= now + IDLE_POLL_S
+    assert rank.loads.next_due(now) == pytest.approx(now + PEER_TIMEOUT_S / 4, abs=1.0), "the first ping"
+    rank.loads._deadlines.set(load, now + 20e-3)
+    assert rank.writer._next_due(now) == now + 20e-3
+    rank.loads._deadlines.set(load, None)
+    assert rank.writer._next_due(now) == now + IDLE_POLL_S
+
+
+def test_a_turn_that_fails_does_not_come_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, turns = waiting("P"), list[float]()
+
+    def fail() -> None:
+        turns.append(time.perf_counter())
+        if len(turns) == 3:
+            rank.writer._stop.set()
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(rank.pushes, "turn", fail)
+    rank.writer._due = 0.0
+    rank.waker.clear()
+    rank.writer.run()
+    assert min(later - earlier for earlier, later in itertools.pairwise(turns)) >= NOTIFICATION_POLL_S / 2
