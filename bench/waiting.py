@@ -24,12 +24,16 @@ from layerpush.core.layout import CacheLayout, LayerSlots, Region
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.push_policy import Policy
 from layerpush.core.step_plan import PromptProgress, StepPlan
-from layerpush.core.unreported_aborts import UnreportedAborts
 from layerpush.core.wire import Registration
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.decode.unpacking import NoUnpacking
-from layerpush.prefill.host import Identity
+from layerpush.engine.unreported_aborts import UnreportedAborts
+from layerpush.engine.worker.dispatch import Dispatcher
+from layerpush.engine.worker.guard import Guard
+from layerpush.engine.worker.wake import Waker
+from layerpush.engine.worker.writer_thread import WriterThread
+from layerpush.prefill.push import Identity
 from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
@@ -40,10 +44,6 @@ from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.transport.connections import Address, Connections
 from layerpush.transport.idle_connections import IdleConnections
-from layerpush.worker.dispatch import Dispatcher
-from layerpush.worker.guard import Guard
-from layerpush.worker.wake import Waker
-from layerpush.worker.writer_thread import WriterThread
 
 LAYERS, TOKENS, BLOCK_TOKENS = 32, 1024, 16
 PEER_TIMEOUT_S = 20.0

@@ -13,8 +13,8 @@ from layerpush.compat.nixl_connector import NixlBaseConnector, NixlPushConnector
 from layerpush.compat.prometheus import LayerPushPromMetrics
 from layerpush.compat.stats import IntervalStats, LayerPushStats
 from layerpush.core.config import LayerPushConfig
-from layerpush.worker.scheduler import LayerwisePushScheduler
-from layerpush.worker.worker import LayerwisePushWorker
+from layerpush.engine.scheduler.scheduler import LayerwisePushScheduler
+from layerpush.engine.worker.worker import LayerwisePushWorker
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 
 from bench.forward.reach import DECODE, Reach
-from layerpush.core.push_protocol import WHOLE, ReportFailure, Segment, SendFirstToken, Write
 from layerpush.core.wire import Registration, encode_completion
+from layerpush.core.write import WHOLE, Segment, Write
 from layerpush.prefill.push import Push
+from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.telemetry.trace_records import WriteSums
 from layerpush.transport.base import Transport
 from layerpush.transport.link import Link

@@ -17,8 +17,9 @@ from bench.forward.reach import DECODE, Reach
 from layerpush.core.config import PushMode
 from layerpush.core.push_policy import Policy
 from layerpush.core.wire import Registration, read
+from layerpush.engine.worker.wake import Waker
 from layerpush.prefill.fences import fences_for
-from layerpush.prefill.host import Identity
+from layerpush.prefill.push import Identity
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.lag import Lag
@@ -28,7 +29,6 @@ from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 from layerpush.transport.base import Transport
 from layerpush.transport.nixl import NixlTransport
-from layerpush.worker.wake import Waker
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from bench.serve.results import Wrong, by_cell
 from bench.serve.scrape import BYTES, DESCRIPTORS, FIRST_TOKENS, PREFILL, TRANSFER, Meter, Tally, thread_cpu_s
 from bench.serve.site import Site, Target, Targets
 from layerpush.apps.tracing.figures import TraceError
-from layerpush.worker.thread_name import WRITER
+from layerpush.engine.worker.thread_name import WRITER
 
 
 class WrongAnswersError(Exception):

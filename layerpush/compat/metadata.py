@@ -13,6 +13,9 @@ from layerpush.core.step_plan import StepPlan
 from layerpush.core.wire import Decline
 from layerpush.transport.connections import Address
 
+ABORTED = "aborted"
+"""The reason to cancel a load whose request the engine has finished. Any other reason is a deadline."""
+
 
 class LayerwiseMetadata(NixlConnectorMetadata):
     """vLLM's metadata of a step, extended by layerpush's. Lasts for one step."""

@@ -31,9 +31,9 @@ from layerpush.compat.links import RankTarget, agent_name, discover_link, mismat
 from layerpush.compat.stats import TransferStats
 from layerpush.compat.whole_writes import WholeWrites
 from layerpush.core.bounded_dict import BoundedDict
-from layerpush.core.coverage import MismatchError
 from layerpush.core.layout import MAX_DESCRIPTORS
 from layerpush.core.wire import HEARTBEAT_PREFIX, Heartbeat
+from layerpush.core.write import MismatchError
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.acknowledged import AcknowledgedTransport
 from layerpush.transport.base import Transport

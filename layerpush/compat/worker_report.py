@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from layerpush.core.first_token import Missing
-from layerpush.telemetry.metrics.endings import Ending
+from layerpush.telemetry.metrics.recorder import Ending
 
 Ranks = dict[str, set[int]]
 """By request id."""

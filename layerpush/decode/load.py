@@ -10,9 +10,6 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from layerpush.core import load_protocol
-from layerpush.core.load_protocol import Action, Event, State
-from layerpush.core.load_session import LoadSession
 from layerpush.core.wire import (
     Accepted,
     Cancel,
@@ -26,6 +23,9 @@ from layerpush.core.wire import (
     Unregister,
     Unregistered,
 )
+from layerpush.decode import load_protocol
+from layerpush.decode.load_protocol import Action, Event, State
+from layerpush.decode.load_session import LoadSession
 from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.telemetry.trace_records import LoadRecord
@@ -60,6 +60,10 @@ class Load:
         self._peers = peers
         self._outcomes = outcomes
         self._completions: list[bytes] = []
+
+    @property
+    def open_agents(self) -> frozenset[str]:
+        return self.session.open_agents
 
     def register(
         self, on_registered: Callable[[Load, Sequence[Event], float], None], now: float, *, again: bool = True

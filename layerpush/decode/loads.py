@@ -28,9 +28,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from layerpush.core.deadlines import Deadlines
-from layerpush.core.load_protocol import Aborted, Event, GaveWay, State, Tick, TimedOut
-from layerpush.core.load_session import LoadSession
 from layerpush.core.wire import (
     Cancelled,
     Completion,
@@ -44,8 +41,11 @@ from layerpush.core.wire import (
     encode,
     encode_registration,
 )
+from layerpush.decode.deadlines import Deadlines
 from layerpush.decode.early_messages import EarlyMessage, EarlyMessages, LoadMessage
 from layerpush.decode.load import Load
+from layerpush.decode.load_protocol import Aborted, Event, GaveWay, State, Tick, TimedOut
+from layerpush.decode.load_session import LoadSession
 from layerpush.decode.outcomes import LoadHost, Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.decode.unpacking import Unpacking

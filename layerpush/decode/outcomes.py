@@ -13,8 +13,7 @@ from layerpush.core.first_token import Missing
 from layerpush.core.wire import Decline
 from layerpush.decode.unpacking import Unpacking
 from layerpush.telemetry.metrics.catalog import LOAD, LOADS
-from layerpush.telemetry.metrics.endings import Ending
-from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.telemetry.metrics.recorder import Ending, Recorder
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import Address
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from layerpush.core import liveness, load_protocol
+from layerpush.core import liveness
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.liveness import PeerWatch, Verdict
 from layerpush.core.wire import PeerMessage, Ping, encode, encode_heartbeat, encode_quietly
+from layerpush.decode import load_protocol
 from layerpush.decode.outcomes import LoadHost
 from layerpush.telemetry.metrics.catalog import LOST_PEERS
 from layerpush.telemetry.metrics.recorder import Recorder
-from layerpush.transport.connections import Address, Connections, Probe
-
-if TYPE_CHECKING:
-    from layerpush.decode.load import Load
+from layerpush.transport.connections import Address, Connections, Probe, Rank
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -25,6 +23,16 @@ IDENTIFIED_KEPT = 4096
 IDENTIFIED_BYTES = 8 << 20
 SAMPLING_OTHERWISE_KEPT = 256
 SAMPLING_OTHERWISE_BYTES = 8 << 20
+
+
+class Awaited(Protocol):
+    """A load, as far as its prefill engine's agents matter: those that have not answered yet are open."""
+
+    address: Address
+    ranks: dict[str, Rank]
+
+    @property
+    def open_agents(self) -> frozenset[str]: ...
 
 
 class PrefillPeers:
@@ -124,7 +132,7 @@ class PrefillPeers:
 
     # Time.
 
-    def tick(self, loads: Mapping[str, Load], now: float) -> Iterator[tuple[str, load_protocol.Event]]:
+    def tick(self, loads: Mapping[str, Awaited], now: float) -> Iterator[tuple[str, load_protocol.Event]]:
         """Perform the actions that are due, and yield agents' events. The caller handles each event before it takes the
         next, so that ``loads``, by request id, is current.
         """
@@ -157,7 +165,7 @@ class PrefillPeers:
         elif not self.connections.notify(agent, payload):
             self._watch.lost(agent, now)
 
-    def _start_probe(self, engine_id: str, agent: str, loads: Mapping[str, Load]) -> None:
+    def _start_probe(self, engine_id: str, agent: str, loads: Mapping[str, Awaited]) -> None:
         load = next((load for load in loads.values() if agent in load.ranks), None)
         if load is not None:
             self._probe(agent, load.ranks[agent], load.address, partial(self._on_verdict, engine_id, agent))
@@ -167,7 +175,7 @@ class PrefillPeers:
         if verdict is Verdict.IDENTIFIED:
             self._identified.note(agent, None)
 
-    def _reconnect(self, engine_id: str, loads: Mapping[str, Load], now: float) -> None:
+    def _reconnect(self, engine_id: str, loads: Mapping[str, Awaited], now: float) -> None:
         found: Iterator[Address] = (load.address for load in loads.values() if load.ranks)
         address = next((address for address in found if address.engine_id == engine_id), None)
         if address is not None and self.drop(engine_id):
@@ -179,8 +187,8 @@ class PrefillPeers:
         else:
             logger.warning("cannot reconnect to prefill engine %s: %s", engine_id, error)
 
-    def _forget_dead_engine(self, engine_id: str, agent: str, loads: Mapping[str, Load]) -> None:
+    def _forget_dead_engine(self, engine_id: str, agent: str, loads: Mapping[str, Awaited]) -> None:
         """Only when none of its ranks may live: a send to a forgotten rank would fail, and that proves nothing."""
         agents = self.connections.agents(engine_id)
-        if agent in agents and all(load.session.open_agents.isdisjoint(agents) for load in loads.values()):
+        if agent in agents and all(load.open_agents.isdisjoint(agents) for load in loads.values()):
             self.host.forget_engine(engine_id)

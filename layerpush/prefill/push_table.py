@@ -4,8 +4,8 @@ for reads of single entries and copies.
 
 from __future__ import annotations
 
-from layerpush.core.push_protocol import State
 from layerpush.prefill.push import Push
+from layerpush.prefill.push_protocol import State
 
 
 class PushTable(dict[str, Push]):

@@ -20,12 +20,9 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from layerpush.core.arrivals import Arrivals
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.bounded_index import BoundedIndex
 from layerpush.core.liveness import Verdict
-from layerpush.core.pending_registrations import KEPT_S, Key, PendingRegistrations
-from layerpush.core.push_protocol import Aborted, ReportFailure, SendFirstToken
 from layerpush.core.request_index import Arrived, RequestIndex
 from layerpush.core.request_names import Named, RequestNames, named_prompts, of_transfer
 from layerpush.core.wire import (
@@ -45,7 +42,10 @@ from layerpush.core.wire import (
     Window,
     one_line,
 )
+from layerpush.prefill.arrivals import Arrivals
 from layerpush.prefill.decode_peers import Answer, DecodePeers, address_of
+from layerpush.prefill.pending_registrations import KEPT_S, Key, PendingRegistrations
+from layerpush.prefill.push_protocol import Aborted, ReportFailure, SendFirstToken
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.connections import Address, Connections, Probe

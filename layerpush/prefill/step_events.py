@@ -22,8 +22,8 @@ from time import perf_counter
 from typing import Protocol
 
 from layerpush.core.first_token import Sampled
-from layerpush.core.push_protocol import Aborted, LeaseExpired, Preempted, Rewound
 from layerpush.core.step_plan import ChunkPlan, StepPlan
+from layerpush.prefill.push_protocol import Aborted, LeaseExpired, Preempted, Rewound
 
 QUEUE_LIMIT = 1 << 16
 

@@ -29,7 +29,11 @@ from dataclasses import replace
 from layerpush.core.config import PushMode
 from layerpush.core.layout import CacheLayout
 from layerpush.core.push_policy import SHORT_PROMPT, Policy
-from layerpush.core.push_protocol import (
+from layerpush.core.step_plan import ChunkPlan
+from layerpush.core.wire import Registration
+from layerpush.prefill.layer_interval import FENCE_POLL_S, LONGEST_S, LayerInterval
+from layerpush.prefill.push import Host, Identity, Push, Shared
+from layerpush.prefill.push_protocol import (
     Aborted,
     Accepted,
     CancelledByD,
@@ -39,12 +43,7 @@ from layerpush.core.push_protocol import (
     Ready,
     State,
 )
-from layerpush.core.push_session import PushSession
-from layerpush.core.step_plan import ChunkPlan
-from layerpush.core.wire import Registration
-from layerpush.prefill.host import Host, Identity
-from layerpush.prefill.layer_interval import FENCE_POLL_S, LONGEST_S, LayerInterval
-from layerpush.prefill.push import Push, Shared
+from layerpush.prefill.push_session import PushSession
 from layerpush.prefill.push_table import PushTable
 from layerpush.prefill.step_events import (
     ForwardEnded,

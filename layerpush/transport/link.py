@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerpush.core.layout import BlockIds, CacheLayout, descriptor_ids, descriptor_offsets
-from layerpush.core.push_protocol import Write
+from layerpush.core.write import Write
 from layerpush.transport.base import DescriptorIds, Route
 
 if TYPE_CHECKING:

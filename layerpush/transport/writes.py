@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from layerpush.core.layout import CacheLayout
-from layerpush.core.push_protocol import WHOLE, Write
+from layerpush.core.write import WHOLE, Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import Transport, TransportError, WriteHandle, WriteState
 from layerpush.transport.link import DirectPlanner, Link

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from layerpush.apps.proxy import body, connection, discovery, legs, sse
 from layerpush.compat import handshake, handshake_executor, heartbeats, push_worker
-from layerpush.core import arrivals, pending_registrations, request_params, wire
+from layerpush.core import request_params, wire
 from layerpush.decode import early_messages, prefill_peers
-from layerpush.prefill import decode_peers, registrations, step_schedule
+from layerpush.engine.scheduler import side_channel
+from layerpush.engine.worker import dispatch, side_channel_probe
+from layerpush.prefill import arrivals, decode_peers, pending_registrations, registrations, step_schedule
 from layerpush.telemetry import peer_errors, spans, trace_file
 from layerpush.telemetry.metrics import endings, tally
 from layerpush.transport import acknowledged, connections, nixl
 from layerpush.transport.packing import unpacker
-from layerpush.worker import dispatch, side_channel, side_channel_probe
 from scripts.docgen.tables import table
 
 _FORGOTTEN, _DROPPED, _NO_ANSWER = "the oldest is forgotten", "dropped, logged", "counts as no answer"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from bench.markdown import Row
-from layerpush.core import load_protocol as decode
-from layerpush.core import push_protocol as prefill
+from layerpush.decode import load_protocol as decode
+from layerpush.prefill import push_protocol as prefill
 from scripts.docgen.tables import sentence, table
 
 Move = Callable[[enum.Enum, type], bool]

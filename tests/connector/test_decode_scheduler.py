@@ -16,8 +16,8 @@ import pytest
 from layerpush.compat.worker_report import WorkerReport
 from layerpush.core.request_index import Arrived
 from layerpush.core.wire import PROTOCOL_VERSION
-from layerpush.decode.awaited_pushes import ABORTED
-from layerpush.worker.scheduler import LayerwisePushScheduler
+from layerpush.engine.scheduler.awaited_pushes import ABORTED
+from layerpush.engine.scheduler.scheduler import LayerwisePushScheduler
 from tests.connector.conftest import PORTS
 from tests.connector.engine import BLOCK_SIZE, BLOCKS, HEAD_SIZE, HEADS, NAMES, cache_config, config_of
 

@@ -11,8 +11,8 @@ import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from bench import calm
-from layerpush.core.push_protocol import State
 from layerpush.core.step_plan import StepPlan
+from layerpush.prefill.push_protocol import State
 from layerpush.transport import cuda
 from layerpush.transport.base import TransportError
 from layerpush.transport.connections import Address

@@ -11,12 +11,12 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from layerpush.core import unreported_aborts
+from layerpush.engine import unreported_aborts
+from layerpush.engine.worker.packing import MIN_BYTES
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.endings import Endings
 from layerpush.transport.packing.calibration import SCRATCH_PIECES
 from layerpush.transport.packing.memory import PIECE_BYTES
-from layerpush.worker.packing import MIN_BYTES
 from tests.connector.engine import LAYERS, Engine
 from tests.connector.test_lifecycle import STEPS, TOKENS, asks_first, ends_well, run
 from tests.metrics_scrape import FrontEnd, Scrape

@@ -16,13 +16,13 @@ from bench.forward.models import MODELS
 from layerpush.compat.cache_layout import layer_bytes
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.wire import Window
+from layerpush.engine.worker import packing
+from layerpush.engine.worker.packing import ALLOCATED_BYTES, WorkerPacking, default_bytes
 from layerpush.transport.base import Route, WriteState
 from layerpush.transport.link import Link
 from layerpush.transport.packing import tensor_memory
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.tensor_memory import TensorStaging
-from layerpush.worker import packing
-from layerpush.worker.packing import ALLOCATED_BYTES, WorkerPacking, default_bytes
 from tests.unit.builders import layout_of
 
 BLOCKS, BLOCK_BYTES = 64, 256
@@ -287,7 +287,9 @@ def test_a_disconnect_during_timed_writes_releases_their_handles(monkeypatch: py
 def test_the_ring_is_registered_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker's ``device_id`` is 0 until vLLM has registered the KV cache."""
     place = Place(monkeypatch)
-    monkeypatch.setattr("layerpush.worker.packing.staging_memory", lambda size, _: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(
+        "layerpush.engine.worker.packing.staging_memory", lambda size, _: torch.zeros(size, dtype=torch.uint8)
+    )
     place.staging.allocate(torch.device("cuda", 3))
     assert place.nixl.devices == {3}
 
@@ -316,7 +318,7 @@ def test_packing_is_off_when_a_resource_is_missing(lacks: str, monkeypatch: pyte
     elif lacks == "pinned memory":
         monkeypatch.setattr(tensor_memory, "BlockIdBuffer", unable)
     else:  # on a CPU torch has no such error of its own
-        monkeypatch.setattr("layerpush.worker.packing.staging_memory", unable)
+        monkeypatch.setattr("layerpush.engine.worker.packing.staging_memory", unable)
     place.start()
     assert not place.packs()
     assert place.staging.unpacker is None

@@ -12,10 +12,11 @@ import pytest
 from layerpush.compat.engine_settings import captured_tokens
 from layerpush.connector import LayerwisePushConnector
 from layerpush.core.config import ConfigError
+from layerpush.engine.scheduler import side_channel
+from layerpush.engine.scheduler.side_channel import SideChannelError
+from layerpush.engine.worker import worker
+from layerpush.engine.worker.thread_name import WRITER
 from layerpush.prefill.unhooked_layers import GRAPH_TOKENS
-from layerpush.worker import side_channel, worker
-from layerpush.worker.side_channel import SideChannelError
-from layerpush.worker.thread_name import WRITER
 from tests.connector.engine import Engine, cache_config, config_of
 
 Build = Callable[..., Engine]

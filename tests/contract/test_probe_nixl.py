@@ -15,7 +15,7 @@ import pytest
 
 from bench.servers.ports import PortAllocator
 from layerpush.core.liveness import Verdict
-from layerpush.worker.side_channel_probe import probe
+from layerpush.engine.worker.side_channel_probe import probe
 from tests.contract.sidechannel import agent, handshake, listener
 from tests.support.ports import NIXL_PROBE_PORTS
 from tests.support.waiting import until

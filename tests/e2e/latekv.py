@@ -10,9 +10,9 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from layerpush.connector import LayerwisePushConnector
+from layerpush.engine.worker import worker
 from layerpush.prefill import fences
 from layerpush.prefill.fences import FencePool
-from layerpush.worker import worker
 from tests.support.simulated_stream import SimulatedEvent, SimulatedStream
 from tests.support.writer_turns import WriterTurns
 

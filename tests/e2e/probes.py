@@ -70,7 +70,7 @@ def has_preempted(host: HostedEngine) -> bool:
 
 def await_tokens(host: HostedEngine, seconds: float) -> None:
     """From now on a complete load waits so long for P's token: a busy machine may send the token late."""
-    from layerpush.core import load_session
+    from layerpush.decode import load_session
 
     load_session.TOKEN_WAIT_S = seconds
 

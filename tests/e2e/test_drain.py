@@ -10,12 +10,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from layerpush.apps.demo.engines import Engine, EngineGroup
-from layerpush.apps.demo.interrupts import Interrupts
-from layerpush.apps.demo.load import Answer, RequestFailedError, complete, complete_disaggregated, make_prompt
-from layerpush.apps.demo.model import write_model
-from layerpush.apps.demo.ports import PortAllocator
 
+from bench.servers.engines import Engine, EngineGroup
+from bench.servers.interrupts import Interrupts
+from bench.servers.load import Answer, RequestFailedError, complete, complete_disaggregated, make_prompt
+from bench.servers.model import write_model
+from bench.servers.ports import PortAllocator
 from tests.e2e.proxyrig import SHAPE, metric, server_spec, until
 from tests.support.ports import DRAIN_PORTS
 

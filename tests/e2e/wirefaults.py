@@ -22,7 +22,7 @@ import msgspec
 from tests.e2e import probes, stagingfaults
 
 if TYPE_CHECKING:
-    from layerpush.core.push_protocol import Write
+    from layerpush.core.write import Write
     from tests.e2e.hostmain import HostedEngine
 
 REGISTRATION = b"PUSH_REG:"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from layerpush.worker.worker import LayerwisePushWorker
+from layerpush.engine.worker.worker import LayerwisePushWorker
 from tests.support.waiting import until
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from layerpush.core import push_protocol
 from layerpush.core.first_token import Sampled
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import Event, Outcome, State, Write
-from layerpush.core.push_session import PushSession
 from layerpush.core.step_plan import ChunkPlan, PromptProgress
 from layerpush.core.wire import Registration
+from layerpush.core.write import WHOLE, Segment, Write
+from layerpush.prefill import push_protocol
+from layerpush.prefill.push_protocol import Event, Outcome, State
+from layerpush.prefill.push_session import PushSession
 from tests.unit.builders import blocks_of, registration, upstream_pairs
 
 Cell = tuple[int, int]
@@ -214,7 +215,7 @@ class PushWorld:
         assert self.tokens <= 1
         if self.finished and self.registered and self.failure is None:
             assert self.tokens, "D waits for the token"
-        upstreams = {push_protocol.WHOLE.id} if self.upstream_busy else set()
+        upstreams = {WHOLE.id} if self.upstream_busy else set()
         assert set(self.session.in_flight) == set(self.in_flight) | upstreams
         if self.state in (State.CLOSED, State.ABANDONED, State.UNCONFIRMED, State.NOTIFYING, State.NOTIFIED):
             assert not self.in_flight
@@ -369,7 +370,7 @@ class PushWorld:
         self.disturbed |= lost is not None
         self.delivered = lost is None and self.state is State.WRITING_WHOLE
         self._ends("completed" if lost is None else "failed", lost)
-        whole = push_protocol.WHOLE.id
+        whole = WHOLE.id
         self.send(push_protocol.Landed(whole) if lost is None else push_protocol.Lost(whole, lost))
 
     def cancel(self) -> None:
@@ -413,7 +414,7 @@ class PushWorld:
         groups = self.shape.layer_groups
         return LAYER_BYTES * sum(block >= self.shape.nulls[groups[layer]] for layer, block in cells)
 
-    def _check_mapping(self, part: push_protocol.Segment) -> None:
+    def _check_mapping(self, part: Segment) -> None:
         groups = set(self.shape.layer_groups[part.layers])
         assert groups == {part.group}
         table, targets = self.shape.table(part.group, self.epoch), self.shape.targets(part.group)

@@ -17,7 +17,7 @@ from vllm.exceptions import VLLMValidationError
 from layerpush.compat.admission import ConnectorSettings, checking, connectors_in
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.request_params import ParamsError, check_request_id
-from layerpush.worker.request_filter import RequestFilter
+from layerpush.engine.scheduler.request_filter import RequestFilter
 
 FRONT_END = "vllm.v1.engine.input_processor"
 OURS = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer"}

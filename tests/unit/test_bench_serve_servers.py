@@ -31,8 +31,8 @@ from bench.serve.scrape import (
 )
 from bench.serve.site import SiteError, check_dispatch, given
 from bench.servers.engines import Place
+from layerpush.engine.worker.thread_name import name_this_thread
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
-from layerpush.worker.thread_name import name_this_thread
 from tests.unit.serve_rig import call
 
 MODEL = Model(Path("/models/demo"), Path("/models/words"), 32768, 1000)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerpush.compat.worker_report import WorkerReport
-from layerpush.core.block_holds import BlockHolds
-from layerpush.decode.awaited_pushes import ABORTED, AwaitedPushes
+from layerpush.engine.scheduler.awaited_pushes import ABORTED, AwaitedPushes
+from layerpush.engine.scheduler.block_holds import BlockHolds
 
 
 class Pool:

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from layerpush.core.push_protocol import Write
+from layerpush.core.write import Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import Route, TransportError, WriteState
 from layerpush.transport.link import Link

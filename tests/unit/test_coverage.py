@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.core.coverage import Coverage, CoverageError, MismatchError, check_blocks
+from layerpush.core.write import MismatchError
+from layerpush.prefill.coverage import Coverage, CoverageError, check_blocks
 
 Cell = tuple[int, int]
 Box = tuple[int, int, int, int]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerpush.core.deadlines import Deadlines
+from layerpush.decode.deadlines import Deadlines
 
 
 def test_keys_are_due_once_and_in_order() -> None:

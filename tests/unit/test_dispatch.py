@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 
 from layerpush.core.wire import MAX_ID_CHARS, Completion, FirstToken, Part, Ping, Unpack, encode
+from layerpush.engine.worker.dispatch import MESSAGES_PER_TURN, Dispatcher, logger
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import Transport
 from layerpush.transport.cuda import CudaError
-from layerpush.worker.dispatch import MESSAGES_PER_TURN, Dispatcher, logger
 
 COMPLETION, PACKED = b"r-1:2", encode(Unpack("r-1", 1, 0, (Part(0, 1, 0, 0, 1),)))
 OTHERS = [encode(Ping("D", 1)), encode(FirstToken("r-1", 7)), b"not a message"]

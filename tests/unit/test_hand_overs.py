@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from layerpush.compat.worker_report import WorkerReport
-from layerpush.decode.hand_overs import HandOvers
+from layerpush.engine.scheduler.hand_overs import HandOvers
 from layerpush.telemetry.metrics.catalog import (
     HAND_OVER,
     HAND_OVER_FIRST_STEP,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerpush.core.layout import CacheLayout, LayerSlots, Region
-from layerpush.core.push_protocol import Segment, Write
+from layerpush.core.write import Segment, Write
 from layerpush.transport.link import DirectPlanner, Link
 
 

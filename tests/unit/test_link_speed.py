@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from layerpush.core.link_speed import GROWTH, KEPT, LinkSpeed
+from layerpush.prefill.link_speed import GROWTH, KEPT, LinkSpeed
 
 WRITE_S, BYTE_S = 2e-4, 1e-9
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from layerpush.core.load_session import RETRY_S
 from layerpush.core.wire import Accepted, Cancelled, Completion, Fail
+from layerpush.decode.load_session import RETRY_S
 from layerpush.telemetry.metrics.catalog import LOADS
 from layerpush.telemetry.trace_records import LoadRecord
 from tests.support.measured import measured

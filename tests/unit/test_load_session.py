@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from layerpush.core import load_session
-from layerpush.core.load_protocol import (
+from layerpush.core.machine import IllegalTransitionError
+from layerpush.decode import load_session
+from layerpush.decode.load_protocol import (
     IGNORED,
     TRANSITIONS,
     Aborted,
@@ -39,8 +40,7 @@ from layerpush.core.load_protocol import (
     Unregister,
     Unregistered,
 )
-from layerpush.core.load_session import LoadSession
-from layerpush.core.machine import IllegalTransitionError
+from layerpush.decode.load_session import LoadSession
 
 PATIENCE_S, TOKEN_WAIT_S = 5.0, 5.0
 AGENTS = frozenset({"A", "B"})

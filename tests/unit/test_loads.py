@@ -11,7 +11,6 @@ import pytest
 from layerpush.core import liveness
 from layerpush.core.first_token import Missing
 from layerpush.core.liveness import Action, Verdict
-from layerpush.core.load_session import RETRY_S, TOKEN_WAIT_S, LoadSession
 from layerpush.core.wire import (
     Accepted,
     Cancel,
@@ -33,6 +32,7 @@ from layerpush.core.wire import (
 )
 from layerpush.decode import early_messages, prefill_peers
 from layerpush.decode.early_messages import KEPT_S, LoadMessage
+from layerpush.decode.load_session import RETRY_S, TOKEN_WAIT_S, LoadSession
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.decode.unpacking import NoUnpacking, Unpacking

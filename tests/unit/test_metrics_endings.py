@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from layerpush.telemetry.metrics.catalog import BY_KEY, EXPOSED, FALLBACKS, LOAD, LOADS, PUSHES, TRANSFER
-from layerpush.telemetry.metrics.endings import KEPT_S, SEVERITY, Ending, Endings
-from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.telemetry.metrics.endings import KEPT_S, Endings
+from layerpush.telemetry.metrics.recorder import SEVERITY, Ending, Recorder
 from layerpush.telemetry.metrics.tally import Tally
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from layerpush.core.push_policy import LATE_REGISTRATION, SHORT_PROMPT, Policy
-from layerpush.core.push_session import PushSession
 from layerpush.prefill.push import Push
+from layerpush.prefill.push_session import PushSession
 from layerpush.telemetry.metrics.catalog import (
     EXPOSED,
     FAILED_WRITES,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from layerpush.engine.metric_sources import watch_rings
 from layerpush.telemetry.metrics.catalog import (
     AWAITED_LOADS,
     DROPPED_MESSAGES,
@@ -19,7 +20,6 @@ from layerpush.telemetry.metrics.catalog import (
 )
 from layerpush.telemetry.metrics.lag import Lag
 from layerpush.telemetry.metrics.reporter import REPORT_S, Reporter
-from layerpush.worker.metric_sources import watch_rings
 
 
 def test_recorded_values_are_reported_once() -> None:

@@ -16,10 +16,10 @@ from layerpush.core.wire import (
     Window,
     encode_registration,
 )
+from layerpush.engine.worker.prefill_host import WorkerHost
 from layerpush.transport.base import Route
 from layerpush.transport.link import Link
 from layerpush.transport.packing.memory import PIECE_BYTES
-from layerpush.worker.prefill_host import WorkerHost
 from tests.unit.builders import layout_of, registration
 
 LAYOUT = layout_of([0, 0])

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerpush.core.push_protocol import Segment, Write
 from layerpush.core.wire import MAX_PARTS, Part, Registration, Unpack, Unpacked, Window, encode, read
+from layerpush.core.write import Segment, Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import PeerLostError, Route, TransportError, WriteState
 from layerpush.transport.packing import unpacker

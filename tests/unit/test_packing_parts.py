@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.core.push_protocol import Segment, Write
+from layerpush.core.write import Segment, Write
 from layerpush.transport.packing.parts import split
 
 LAYER_BYTES = (10, 10, 30, 10, 20, 10)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerpush.core.push_protocol import Segment, Write
+from layerpush.core.write import Segment, Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, WriteState
 from layerpush.transport.link import Link

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from layerpush.core.pending_registrations import PendingRegistrations
 from layerpush.core.request_names import RequestNames
 from layerpush.core.wire import Registration
+from layerpush.prefill.pending_registrations import PendingRegistrations
 from tests.unit import builders
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from layerpush.core.layout import CacheLayout
 from layerpush.core.wire import Registration
-from layerpush.prefill.host import PeerRefusedError
+from layerpush.engine.worker.prefill_host import NO_ANSWER, OLD_RELEASE, WorkerHost
+from layerpush.prefill.push import PeerRefusedError
 from layerpush.transport.link import Link
-from layerpush.worker.prefill_host import NO_ANSWER, OLD_RELEASE, WorkerHost
 
 DIRECT = Link("D", (), (8,))
 STOCK = Registration(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layerpush.core.kv_kind import WHOLE_PROMPT, KvKind
-from layerpush.core.prefix_hits import PrefixHits
+from layerpush.engine.scheduler.prefix_hits import PrefixHits
 
 SIZE = 16
 TABLES = {"p-1": [[1, 2, 3, 4]], "p-2": [[1, 2, 3, 5]], "p-3": [[8, 9, 3]]}

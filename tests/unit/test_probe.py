@@ -20,9 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHands
 from bench.servers.ports import PortAllocator
 from layerpush.compat.handshake import MAX_ANSWER_BYTES, signed
 from layerpush.core.liveness import Verdict
+from layerpush.engine.worker import side_channel_probe as probe_module
+from layerpush.engine.worker.side_channel_probe import Prober, contact_of, probe
 from layerpush.transport import zmtp
-from layerpush.worker import side_channel_probe as probe_module
-from layerpush.worker.side_channel_probe import Prober, contact_of, probe
 from tests.support.ports import PROBE_PORTS
 from tests.support.waiting import until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layerpush.core.kv_kind import WHOLE_PROMPT, KvKind
-from layerpush.core.provisional_steps import ProvisionalSteps
+from layerpush.engine.scheduler.provisional_steps import ProvisionalSteps
 
 SIZE = 16
 TABLES = {"p-1": [[1, 2, 3, 4]], "p-2": [[1, 2, 3, 5]], "p-3": [[1, 6, 7, 8]]}

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.core import push_protocol
-from layerpush.core.coverage import MismatchError
 from layerpush.core.first_token import Sampled
 from layerpush.core.machine import IllegalTransitionError
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import State, Write
-from layerpush.core.push_session import PushSession
+from layerpush.core.write import MismatchError, Write
+from layerpush.prefill import push_protocol
+from layerpush.prefill.push_protocol import State
+from layerpush.prefill.push_session import PushSession
 from tests.unit.builders import blocks_of, chunks_of, registration
 from tests.unit.push_world import PushWorld, Shape
 

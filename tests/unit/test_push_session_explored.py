@@ -9,11 +9,11 @@ from functools import cache
 
 import pytest
 
-from layerpush.core import push_protocol
 from layerpush.core.machine import IllegalTransitionError
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import IGNORED, TRANSITIONS, Event, State
-from layerpush.core.push_session import PushSession
+from layerpush.prefill import push_protocol
+from layerpush.prefill.push_protocol import IGNORED, TRANSITIONS, Event, State
+from layerpush.prefill.push_session import PushSession
 from tests.unit.push_world import SAMPLED, PushWorld, Shape
 
 Move = Callable[[PushWorld], None]

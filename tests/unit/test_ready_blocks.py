@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from layerpush.core.ready_blocks import ReadyBlocks
 from layerpush.core.step_plan import ChunkPlan, GroupSlice
+from layerpush.prefill.ready_blocks import ReadyBlocks
 
 LAYERS = 96
 BLOCKS = tuple(range(5, 9))

@@ -10,8 +10,6 @@ import msgspec
 import pytest
 
 from layerpush.core.liveness import Verdict
-from layerpush.core.pending_registrations import KEPT, KEPT_S
-from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.request_index import Arrived
 from layerpush.core.request_names import RequestNames
 from layerpush.core.wire import (
@@ -33,6 +31,8 @@ from layerpush.core.wire import (
 )
 from layerpush.prefill import decode_peers, registrations
 from layerpush.prefill.decode_peers import address_of
+from layerpush.prefill.pending_registrations import KEPT, KEPT_S
+from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.prefill.registrations import (
     ELSEWHERE_S,
     ENDED_S,

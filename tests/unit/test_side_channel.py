@@ -21,9 +21,16 @@ from hypothesis import strategies as st
 
 from bench.servers.ports import PortAllocator
 from layerpush.compat.nixl_connector import GET_META_MSG
+from layerpush.engine.scheduler import side_channel
+from layerpush.engine.scheduler.side_channel import (
+    MAX_CONNECTIONS,
+    MAX_QUERY_BYTES,
+    Answers,
+    Listener,
+    SideChannelError,
+    bind,
+)
 from layerpush.transport import zmtp
-from layerpush.worker import side_channel
-from layerpush.worker.side_channel import MAX_CONNECTIONS, MAX_QUERY_BYTES, Answers, Listener, SideChannelError, bind
 from tests.support.ports import SIDE_CHANNEL_PORTS
 from tests.support.waiting import until
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from layerpush.core.pending_registrations import PendingRegistrations
 from layerpush.core.request_names import RequestNames
 from layerpush.core.wire import Registration
+from layerpush.prefill.pending_registrations import PendingRegistrations
 from tests.faults.soak.audits import ALLOWED, Auditor
 from tests.faults.soak.inhost import Audit, audit, left_in
 from tests.unit.soak_world import LATER, World

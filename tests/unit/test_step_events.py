@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from layerpush.core.push_protocol import Aborted, LeaseExpired, Preempted
 from layerpush.core.step_plan import StepPlan
 from layerpush.prefill import step_events
+from layerpush.prefill.push_protocol import Aborted, LeaseExpired, Preempted
 from layerpush.prefill.step_events import LayerSaved, Revoked, StepEnded, StepEvent, StepEvents, StepStarted
 from tests.unit.builders import chunks_of
 

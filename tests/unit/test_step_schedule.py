@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from layerpush.core.link_speed import LinkSpeed
 from layerpush.core.push_policy import Policy
 from layerpush.core.step_plan import StepPlan
 from layerpush.prefill.layer_interval import FENCE_POLL_S, LONGEST_S, LayerInterval
+from layerpush.prefill.link_speed import LinkSpeed
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.step_schedule import StepSchedule
 from layerpush.prefill.writer import WRITE_POLL_S

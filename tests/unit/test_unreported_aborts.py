@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerpush.core.unreported_aborts import SETTLE_S, UnreportedAborts
+from layerpush.engine.unreported_aborts import SETTLE_S, UnreportedAborts
 
 
 def test_an_abort_is_pending_until_the_end_of_a_later_turn() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from layerpush.worker.wake import Waker
+from layerpush.engine.worker.wake import Waker
 
 LONG_S = 20.0
 

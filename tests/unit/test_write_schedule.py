@@ -8,8 +8,8 @@ from dataclasses import replace
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from layerpush.core.link_speed import GROWTH
-from layerpush.core.write_schedule import SAFETY, Progress, Speeds, layers_to_wait
+from layerpush.prefill.link_speed import GROWTH
+from layerpush.prefill.write_schedule import SAFETY, Progress, Speeds, layers_to_wait
 from tests.support.simulated_wire import Case, by_layer, known, push
 
 CASES = st.builds(

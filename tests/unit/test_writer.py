@@ -9,12 +9,11 @@ import pytest
 from layerpush.core.config import PushMode
 from layerpush.core.layout import CacheLayout, LayerSlots
 from layerpush.core.push_policy import SHORT_PROMPT, Policy
-from layerpush.core.push_protocol import Planned
-from layerpush.core.push_session import PushSession
 from layerpush.core.step_plan import StepPlan
-from layerpush.prefill.host import Identity
 from layerpush.prefill.layer_interval import LONGEST_S
-from layerpush.prefill.push import Push
+from layerpush.prefill.push import Identity, Push
+from layerpush.prefill.push_protocol import Planned
+from layerpush.prefill.push_session import PushSession
 from layerpush.prefill.unhooked_layers import UnhookedLayers
 from layerpush.prefill.writer import WRITE_POLL_S
 from layerpush.transport.link import Link

@@ -13,7 +13,7 @@ import pytest
 from layerpush.core.config import PushMode
 from layerpush.core.push_policy import Policy
 from layerpush.core.wire import Registration
-from layerpush.prefill.host import PeerRefusedError
+from layerpush.prefill.push import PeerRefusedError
 from tests.support.fake_transport import Faults
 from tests.unit.builders import wait_at_random
 from tests.unit.writer_rig import Prompt, Rig

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from layerpush.core.push_protocol import State
 from layerpush.core.step_plan import StepPlan
+from layerpush.prefill.push_protocol import State
 from layerpush.telemetry.metrics.catalog import REWOUND_PUSHES
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder

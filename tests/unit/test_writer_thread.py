@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from bench.waiting import PEER_TIMEOUT_S, Rank
-from layerpush.core.load_session import LoadSession
-from layerpush.core.push_session import PushSession
 from layerpush.core.wire import Ping, encode
-from layerpush.worker.writer_thread import IDLE_POLL_S, NOTIFICATION_POLL_S
+from layerpush.decode.load_session import LoadSession
+from layerpush.engine.worker.writer_thread import IDLE_POLL_S, NOTIFICATION_POLL_S
+from layerpush.prefill.push_session import PushSession
 
 WAITING = 50
 

@@ -11,11 +11,10 @@ import numpy as np
 
 from layerpush.core.config import PushMode
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
 from layerpush.core.wire import Registration
-from layerpush.prefill.host import Identity
-from layerpush.prefill.push import BlockIds, Push
+from layerpush.prefill.push import BlockIds, Identity, Push
+from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.pushes import PushMeter

@@ -2,45 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
 
-from layerpush.telemetry.metrics.catalog import BY_KEY, FALLBACKS, LOADS, PUSHES
-from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.telemetry.metrics.catalog import BY_KEY, FALLBACKS
+from layerpush.telemetry.metrics.recorder import Ending, Recorder
 
 KEPT_S = 120.0
 """Seconds for which an end waits for those of other ranks. An aborted request need not have begun on every rank."""
-SEVERITY: Mapping[str, tuple[str, ...]] = {
-    PUSHES.key: ("layerwise", "whole", "fallback", "late_registration", "cancelled", "unclaimed", "failed"),
-    LOADS.key: ("loaded", "unregistered", "aborted", "refused", "failed", "parked"),
-}
-"""Outcomes by metric, the worst last."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """The end of a push or load on one rank or on several.
-
-    ``metric`` is the key of ``PUSHES`` or ``LOADS``, ``outcome`` a value of its label, ``fallback`` one of
-    ``FALLBACKS``. ``times`` are seconds by a histogram's key.
-    """
-
-    request_id: str
-    metric: str
-    outcome: str
-    fallback: str | None = None
-    times: Mapping[str, float] = field(default_factory=dict)
-    ranks: int = 1
-
-    def joined(self, other: Ending) -> Ending:
-        """The same end, with that on other ranks: the worst outcome, the longest of the times that all ranks have."""
-        return replace(
-            self,
-            outcome=max(self.outcome, other.outcome, key=SEVERITY[self.metric].index),
-            fallback=self.fallback or other.fallback,
-            times={key: max(at, other.times[key]) for key, at in self.times.items() if key in other.times},
-            ranks=self.ranks + other.ranks,
-        )
 
 
 class Endings:

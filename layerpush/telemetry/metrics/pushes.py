@@ -17,8 +17,7 @@ from layerpush.telemetry.metrics.catalog import (
     WRITE_SECONDS,
     WRITES,
 )
-from layerpush.telemetry.metrics.endings import Ending
-from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.telemetry.metrics.recorder import Ending, Recorder
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 
 

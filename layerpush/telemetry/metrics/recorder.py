@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from layerpush.telemetry.metrics.catalog import NO_LABEL, Metric
+from layerpush.telemetry.metrics.catalog import LOADS, NO_LABEL, PUSHES, Metric
 from layerpush.telemetry.metrics.tally import Tally
 
-if TYPE_CHECKING:
-    from layerpush.telemetry.metrics.endings import Ending
+SEVERITY: Mapping[str, tuple[str, ...]] = {
+    PUSHES.key: ("layerwise", "whole", "fallback", "late_registration", "cancelled", "unclaimed", "failed"),
+    LOADS.key: ("loaded", "unregistered", "aborted", "refused", "failed", "parked"),
+}
+"""Outcomes by metric, the worst last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of a push or load on one rank or on several.
+
+    ``metric`` is the key of ``PUSHES`` or ``LOADS``, ``outcome`` a value of its label, ``fallback`` one of
+    ``FALLBACKS``. ``times`` are seconds by a histogram's key.
+    """
+
+    request_id: str
+    metric: str
+    outcome: str
+    fallback: str | None = None
+    times: Mapping[str, float] = field(default_factory=dict)
+    ranks: int = 1
+
+    def joined(self, other: Ending) -> Ending:
+        """The same end, with that on other ranks: the worst outcome, the longest of the times that all ranks have."""
+        return replace(
+            self,
+            outcome=max(self.outcome, other.outcome, key=SEVERITY[self.metric].index),
+            fallback=self.fallback or other.fallback,
+            times={key: max(at, other.times[key]) for key, at in self.times.items() if key in other.times},
+            ranks=self.ranks + other.ranks,
+        )
 
 
 class Recorder:

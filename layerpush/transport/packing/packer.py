@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from layerpush.core.layout import CacheLayout
-from layerpush.core.push_protocol import Write
 from layerpush.core.wire import Part, Unpack, Window, encode
+from layerpush.core.write import Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, Transport, TransportError, WriteState
 from layerpush.transport.packing.cost_model import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from layerpush.core.push_protocol import Segment, Write
+from layerpush.core.write import Segment, Write
 
 
 def split(write: Write, layer_bytes: Sequence[int], limit: int) -> list[Write]:

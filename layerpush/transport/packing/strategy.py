@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 from layerpush.core.layout import CacheLayout
-from layerpush.core.push_protocol import Write
+from layerpush.core.write import Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, Transport
 from layerpush.transport.link import Link

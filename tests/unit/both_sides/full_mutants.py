@@ -6,10 +6,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from layerpush.core import load_protocol
-from layerpush.core.load_session import LoadSession
 from layerpush.core.wire import Unregistered
+from layerpush.decode import load_protocol
 from layerpush.decode.load import Load
+from layerpush.decode.load_session import LoadSession
 from tests.unit.both_sides.mutants import Mutant, Patch
 
 MUTANTS: list[Mutant] = []

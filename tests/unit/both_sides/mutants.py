@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from layerpush.core import load_protocol as awaited
-from layerpush.core import push_protocol as pushed
 from layerpush.core.bounded_dict import BoundedDict
-from layerpush.core.coverage import Coverage
 from layerpush.core.first_token import Sampled
 from layerpush.core.liveness import PeerWatch
-from layerpush.core.load_protocol import Action
-from layerpush.core.load_session import LoadSession
-from layerpush.core.push_session import PushSession
 from layerpush.core.wire import Cancel, Cancelled, encode
+from layerpush.decode import load_protocol as awaited
+from layerpush.decode.load_protocol import Action
+from layerpush.decode.load_session import LoadSession
 from layerpush.decode.outcomes import Outcomes
+from layerpush.prefill import push_protocol as pushed
+from layerpush.prefill.coverage import Coverage
+from layerpush.prefill.push_session import PushSession
 from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
@@ -116,7 +116,7 @@ def a_cancel_is_sent_once_only(patch: Patch) -> None:
 
 @mutant(drop=0.2)
 def a_lost_token_is_awaited_for_ever(patch: Patch) -> None:
-    patch.setattr("layerpush.core.load_session.TOKEN_WAIT_S", 1e9)
+    patch.setattr("layerpush.decode.load_session.TOKEN_WAIT_S", 1e9)
 
 
 @mutant()

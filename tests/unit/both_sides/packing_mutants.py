@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerpush.core.push_protocol import State
 from layerpush.decode.loads import Loads
 from layerpush.prefill.push import Push
+from layerpush.prefill.push_protocol import State
 from layerpush.transport.base import WriteState
 from layerpush.transport.packing.memory import Copies
 from layerpush.transport.packing.packer import Packer, Stage, StagedWrite

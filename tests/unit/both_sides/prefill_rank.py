@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.wire import (
     Cancel,
     Decline,
@@ -23,8 +22,8 @@ from layerpush.core.wire import (
     Unregister,
     encode_completion,
 )
-from layerpush.prefill.host import Identity, PeerRefusedError
-from layerpush.prefill.push import Push
+from layerpush.prefill.push import Identity, PeerRefusedError, Push
+from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.prefill.registrations import Registrations, address_of
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class PrefillRank(Process):
-    """The worker's part; see `layerpush.prefill.host.Host`."""
+    """The worker's part; see `layerpush.prefill.push.Host`."""
 
     def __init__(self, world: World, engine: PrefillEngine, rank: int, policy: Policy) -> None:
         super().__init__(world, engine.engine_id, rank)

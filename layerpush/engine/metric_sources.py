@@ -10,8 +10,6 @@ from layerpush.telemetry.metrics.catalog import (
     AWAITED_LOADS,
     DROPPED_MESSAGES,
     DROPPED_RECORDS,
-    PARKED_BLOCKS,
-    PARKED_REQUESTS,
     PENDING_REGISTRATIONS,
     RANKS,
     RING_BYTES,
@@ -20,7 +18,6 @@ from layerpush.telemetry.metrics.catalog import (
 )
 
 if TYPE_CHECKING:
-    from layerpush.core.block_holds import BlockHolds
     from layerpush.decode.loads import Loads
     from layerpush.prefill.registrations import Registrations
     from layerpush.prefill.step_events import StepEvents
@@ -52,12 +49,6 @@ def watch_writer(
     reporter.level(UNCLAIMED_PUSHES, lambda: len(writer.waiting()))
     reporter.level(PENDING_REGISTRATIONS, lambda: registrations.pending)
     reporter.total(DROPPED_RECORDS, lambda: {"trace": trace.dropped, "hooks": step_events.dropped})
-
-
-def watch_block_holds(reporter: Reporter, block_holds: BlockHolds) -> None:
-    """Report parked requests and their blocks."""
-    reporter.level(PARKED_REQUESTS, lambda: block_holds.parked_requests)
-    reporter.level(PARKED_BLOCKS, lambda: block_holds.parked_blocks)
 
 
 def watch_peer_errors(reporter: Reporter, peer_errors: PeerErrors) -> None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from layerpush.core.kv_kind import KvKind
-from layerpush.core.prefix_hits import Tables
 from layerpush.core.wire import NULL_BLOCK
+from layerpush.engine.scheduler.prefix_hits import Tables
 
 
 class ProvisionalSteps:

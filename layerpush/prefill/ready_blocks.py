@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layerpush.core.coverage import check_blocks
 from layerpush.core.machine import IllegalTransitionError
-from layerpush.core.push_protocol import Segment
 from layerpush.core.step_plan import Alignment, ChunkPlan
 from layerpush.core.wire import NULL_BLOCK
+from layerpush.core.write import Segment
+from layerpush.prefill.coverage import check_blocks
 
 PAIRS_KEPT = 8
 

@@ -30,9 +30,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from layerpush.core import load_protocol
 from layerpush.core.first_token import Missing
-from layerpush.core.load_protocol import (
+from layerpush.core.machine import IllegalTransitionError, Machine
+from layerpush.decode import load_protocol
+from layerpush.decode.load_protocol import (
     IGNORED,
     TRANSITIONS,
     Action,
@@ -48,7 +49,6 @@ from layerpush.core.load_protocol import (
     State,
     Unregister,
 )
-from layerpush.core.machine import IllegalTransitionError, Machine
 
 S = State
 

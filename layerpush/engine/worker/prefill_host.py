@@ -11,24 +11,23 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from layerpush.core.coverage import check_blocks
 from layerpush.core.layout import CacheLayout
-from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.wire import Registration, Window, encode_completion
+from layerpush.engine.worker.guard import Guard
+from layerpush.prefill.coverage import check_blocks
 from layerpush.prefill.decode_peers import address_of
-from layerpush.prefill.host import Host, PeerRefusedError
-from layerpush.prefill.push import Push
+from layerpush.prefill.push import Host, PeerRefusedError, Push
+from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.writer import PushWriter
 from layerpush.transport.connections import Connections
 from layerpush.transport.link import Link
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.packer import PushWindow
-from layerpush.worker.guard import Guard
 
 if TYPE_CHECKING:
     from layerpush.compat.push_worker import VllmPushWorker
-    from layerpush.worker.packing import WorkerPacking
+    from layerpush.engine.worker.packing import WorkerPacking
 
 logger = logging.getLogger(f"vllm.{__name__}")
 

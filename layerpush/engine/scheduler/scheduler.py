@@ -24,26 +24,32 @@ from layerpush.compat.spans import traces_requests
 from layerpush.compat.worker_report import WorkerReport
 from layerpush.core.config import ConfigError, LayerPushConfig
 from layerpush.core.first_token import Sampled
-from layerpush.core.last_window import LastWindows
 from layerpush.core.postponed_loads import PostponedLoads
-from layerpush.core.prefix_hits import PrefixHits, Tables
-from layerpush.core.provisional_steps import ProvisionalSteps
 from layerpush.core.request_index import Arrived
 from layerpush.core.request_params import chosen_mode, is_pushed, transfer_id
 from layerpush.core.step_plan import PromptProgress, StepPlan
-from layerpush.core.unreported_aborts import NEXT_REPORT_S
 from layerpush.core.wire import PROTOCOL_VERSION, Decline
-from layerpush.decode.awaited_pushes import AwaitedPushes
-from layerpush.decode.hand_overs import HandOvers
-from layerpush.telemetry.metrics.catalog import DROPPED_RECORDS, EARLY_ANSWERS, FIRST_TOKENS
+from layerpush.engine.metric_sources import watch_peer_errors
+from layerpush.engine.scheduler.awaited_pushes import AwaitedPushes
+from layerpush.engine.scheduler.hand_overs import HandOvers
+from layerpush.engine.scheduler.last_window import LastWindows
+from layerpush.engine.scheduler.prefix_hits import PrefixHits, Tables
+from layerpush.engine.scheduler.provisional_steps import ProvisionalSteps
+from layerpush.engine.scheduler.request_filter import RequestFilter
+from layerpush.engine.scheduler.side_channel import bind, listen
+from layerpush.engine.unreported_aborts import NEXT_REPORT_S
+from layerpush.telemetry.metrics.catalog import (
+    DROPPED_RECORDS,
+    EARLY_ANSWERS,
+    FIRST_TOKENS,
+    PARKED_BLOCKS,
+    PARKED_REQUESTS,
+)
 from layerpush.telemetry.metrics.endings import Endings
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import SCHEDULER_RANK
 from layerpush.transport.connections import Address
-from layerpush.worker.metric_sources import watch_block_holds, watch_peer_errors
-from layerpush.worker.request_filter import RequestFilter
-from layerpush.worker.side_channel import bind, listen
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -142,7 +148,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._block_pool = block_pool
         self.awaited = AwaitedPushes(self.registration_timeout, block_pool)
         self.last_windows = LastWindows(block_pool)
-        watch_block_holds(self.metrics, self.awaited.block_holds)
+        self.metrics.level(PARKED_REQUESTS, lambda: self.awaited.block_holds.parked_requests)
+        self.metrics.level(PARKED_BLOCKS, lambda: self.awaited.block_holds.parked_blocks)
 
     def on_new_request(self, request: Request) -> None:
         """Drop bad ``kv_transfer_params`` before vLLM's code reads them."""

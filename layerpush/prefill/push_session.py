@@ -37,15 +37,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from layerpush.core import push_protocol
-from layerpush.core.coverage import Coverage, CoverageError
 from layerpush.core.first_token import Sampled
 from layerpush.core.machine import IllegalTransitionError, Machine
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import (
+from layerpush.core.wire import Registration
+from layerpush.core.write import WHOLE, Write
+from layerpush.prefill import push_protocol
+from layerpush.prefill.coverage import Coverage, CoverageError
+from layerpush.prefill.push_protocol import (
     IGNORED,
     TRANSITIONS,
-    WHOLE,
     Action,
     Connect,
     Delegate,
@@ -58,10 +59,8 @@ from layerpush.core.push_protocol import (
     ReportRewind,
     SendFirstToken,
     State,
-    Write,
 )
-from layerpush.core.ready_blocks import ReadyBlocks
-from layerpush.core.wire import Registration
+from layerpush.prefill.ready_blocks import ReadyBlocks
 
 S = State
 

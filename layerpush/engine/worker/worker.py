@@ -24,7 +24,7 @@ from layerpush.compat.engine_settings import (
     runs_in_microbatches,
     worker_fallback,
 )
-from layerpush.compat.metadata import LayerwiseMetadata
+from layerpush.compat.metadata import ABORTED, LayerwiseMetadata
 from layerpush.compat.nixl_connector import get_base_request_id
 from layerpush.compat.push_worker import VllmPushWorker
 from layerpush.compat.spans import REQUEST_ID, emit_span
@@ -34,14 +34,20 @@ from layerpush.core.first_token import Missing
 from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.core.liveness import PeerWatch, Verdict
 from layerpush.core.push_policy import Policy
-from layerpush.core.unreported_aborts import UnreportedAborts
 from layerpush.core.wire import Decline, Registration, WireError, encode_quietly
-from layerpush.decode.awaited_pushes import ABORTED
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.decode.unpacking import NoUnpacking
+from layerpush.engine.metric_sources import watch_rings, watch_worker, watch_writer
+from layerpush.engine.unreported_aborts import UnreportedAborts
+from layerpush.engine.worker.dispatch import Dispatcher
+from layerpush.engine.worker.packing import WorkerPacking
+from layerpush.engine.worker.prefill_host import WorkerHost
+from layerpush.engine.worker.side_channel_probe import Prober
+from layerpush.engine.worker.wake import Waker
+from layerpush.engine.worker.writer_thread import DRAIN_S, WriterThread
 from layerpush.prefill.fences import fences_for
-from layerpush.prefill.host import Host, Identity
+from layerpush.prefill.push import Host, Identity
 from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
@@ -55,13 +61,6 @@ from layerpush.transport.base import TransportError
 from layerpush.transport.connections import Address, Connections, Rank
 from layerpush.transport.idle_connections import PING_EVERY_S, IdleConnections
 from layerpush.transport.writes import Transfer
-from layerpush.worker.dispatch import Dispatcher
-from layerpush.worker.metric_sources import watch_rings, watch_worker, watch_writer
-from layerpush.worker.packing import WorkerPacking
-from layerpush.worker.prefill_host import WorkerHost
-from layerpush.worker.side_channel_probe import Prober
-from layerpush.worker.wake import Waker
-from layerpush.worker.writer_thread import DRAIN_S, WriterThread
 
 if TYPE_CHECKING:
     import torch

@@ -41,17 +41,17 @@ from functools import partial
 from typing import Protocol
 
 from layerpush.compat.push_worker import VllmPushWorker
-from layerpush.core.unreported_aborts import UnreportedAborts
 from layerpush.decode.loads import Loads
+from layerpush.engine.unreported_aborts import UnreportedAborts
+from layerpush.engine.worker.dispatch import Dispatcher
+from layerpush.engine.worker.guard import Guard
+from layerpush.engine.worker.thread_name import WRITER, name_this_thread
+from layerpush.engine.worker.wake import Waker
 from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.lag import Lag
 from layerpush.transport.connections import Connections
 from layerpush.transport.idle_connections import IdleConnections
-from layerpush.worker.dispatch import Dispatcher
-from layerpush.worker.guard import Guard
-from layerpush.worker.thread_name import WRITER, name_this_thread
-from layerpush.worker.wake import Waker
 
 logger = logging.getLogger(f"vllm.{__name__}")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from layerpush.core.block_holds import BlockPool
 from layerpush.core.wire import NULL_BLOCK
+from layerpush.engine.scheduler.block_holds import BlockPool
 
 
 class Pool(BlockPool, Protocol):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from layerpush.compat.metadata import ABORTED
 from layerpush.compat.worker_report import WorkerReport
-from layerpush.core.block_holds import BlockHolds, BlockPool
-
-ABORTED = "aborted"
-"""The reason to cancel a load whose request the engine has finished. Any other reason is a deadline."""
+from layerpush.engine.scheduler.block_holds import BlockHolds, BlockPool
 
 
 class AwaitedPushes:

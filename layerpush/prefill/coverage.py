@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from layerpush.core.write import MismatchError
+
 
 class CoverageError(AssertionError):
     """A block was posted or landed twice, or landed before it was posted. The push must not complete."""
-
-
-class MismatchError(ValueError):
-    """The registered blocks cannot be the last blocks of the prompt. The text has the reason."""
 
 
 def check_blocks(totals: Sequence[int], targets: Sequence[Sequence[int]]) -> None:

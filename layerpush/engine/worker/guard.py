@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from layerpush.core.coverage import MismatchError
+from layerpush.core.write import MismatchError
 from layerpush.transport.base import TransportError
 
 logger = logging.getLogger(f"vllm.{__name__}")
