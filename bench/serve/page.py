@@ -66,7 +66,7 @@ def summary(result: Result) -> str:
     stock = " and ".join(f"`{mode}`" for mode in modes if mode in STOCK)
     about = (
         f"Time to first token of prompts of {longest} tokens, {_pace(first)}, median of {first['rounds']} rounds, and "
-        f"the ratio to one engine without any transfer, with its 95 % interval. Stock vLLM's: {stock}."
+        f"in brackets the ratio to one engine without any transfer and its 95 % interval. Stock vLLM's: {stock}."
     )
     return f"{number_table(('link', *(f'`{mode}`' for mode in modes)), rows)}\n\n{about} {conditions(result)}"
 

@@ -53,7 +53,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
     granularity: Annotated[
         Literal["auto", "layer", "chunk"],
         Meta(
-            description='`"auto"`: let ready layers wait for each other, as long as none gets late. `"layer"`: write '
+            description='`"auto"`: let ready layers wait and share a WRITE, while the WRITE can still land before the next layer is ready. `"layer"`: write '
             'each layer once it is computed. `"chunk"`: write all layers after each step.'
         ),
     ] = "auto"
@@ -93,7 +93,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=1,
-            description="On D: seconds of a P's silence until D cancels the loads that it awaits from that P.",
+            description="On D: after so many seconds without a sign of life from a P, D cancels the loads that it awaits from it.",
         ),
     ] = 20
     answer_early: Annotated[
@@ -108,7 +108,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=1,
             description="On P: seconds for which a registration waits for its request to come to P. Then P refuses it, "
-            "and D's load fails. A request that waits in P's queue has come.",
+            "and D's load fails. The request has come once it is in P's queue.",
         ),
     ] = 30
     write_timeout_s: Annotated[

@@ -15,7 +15,7 @@ class Verdict(enum.Enum):
     """The result of a probe of an engine's side channel, for one of its agents."""
 
     ALIVE = "the side channel names this agent"
-    IDENTIFIED = "the side channel names this agent, and says that layerpush runs it"
+    IDENTIFIED = "the side channel names this agent, and its engine runs layerpush"
     ENDED = "no process listens there, or another one answers: the process that could write is dead"
     UNKNOWN = "no answer, or an unreadable one: proves nothing"
 

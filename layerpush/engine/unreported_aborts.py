@@ -9,8 +9,8 @@ NEXT_REPORT_S = 0.1
 
 
 class UnreportedAborts:
-    """Keeps an engine stepping after an abort: without steps, its workers could report the outcome only at the next
-    request.
+    """Keeps an engine stepping after an abort. An engine without requests takes no steps, and its workers report only
+    in a step.
 
     The main thread calls ``dropped`` and asks ``is_pending``; the writer thread reads ``count`` before a turn and
     passes it to ``settled`` when all pushes dropped by then have drained.
