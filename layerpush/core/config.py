@@ -53,7 +53,8 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
     granularity: Annotated[
         Literal["auto", "layer", "chunk"],
         Meta(
-            description='`"auto"`: let ready layers wait and share a WRITE, while the WRITE can still land before the next layer is ready. `"layer"`: write '
+            description='`"auto"`: let ready layers wait and share a WRITE, while the '
+            'WRITE can still land before the next layer is ready. `"layer"`: write '
             'each layer once it is computed. `"chunk"`: write all layers after each step.'
         ),
     ] = "auto"
@@ -93,7 +94,8 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=1,
-            description="On D: after so many seconds without a sign of life from a P, D cancels the loads that it awaits from it.",
+            description="On D: after so many seconds without a sign of life from a P, D cancels the loads that it "
+            "awaits from it.",
         ),
     ] = 20
     answer_early: Annotated[

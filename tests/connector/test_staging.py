@@ -96,11 +96,12 @@ class Place:
             device_id=0,
             tp_rank=0,
             use_host_buffer=False,
-            _has_mamba=False,
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[], transfer_groups=[]),
             _registered_descs=[],
             transport=Wire(self.nixl),
         )
         self.caches = {name: torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8) for name in ("0", "1")}
+        monkeypatch.setattr(packing, "has_states", lambda _: False)
         monkeypatch.setattr(packing, "layer_bytes", lambda _: BLOCKS * BLOCK_BYTES)
         monkeypatch.setattr(packing, "slot_views", lambda _, caches: list(caches.values()))
         self.staging = WorkerPacking(self.worker, LayerPushConfig(**config))  # type: ignore[arg-type]
@@ -294,10 +295,13 @@ def test_the_ring_is_registered_on_its_own_device(monkeypatch: pytest.MonkeyPatc
     assert place.nixl.devices == {3}
 
 
-@pytest.mark.parametrize("reason", ["use_host_buffer", "_has_mamba"])
+@pytest.mark.parametrize("reason", ["a host buffer", "states"])
 def test_no_staging_memory_without_layerwise_pushes(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(monkeypatch)
-    setattr(place.worker, reason, True)
+    if reason == "states":
+        monkeypatch.setattr(packing, "has_states", lambda _: True)
+    else:
+        place.worker.use_host_buffer = True
     place.start()
     assert place.nixl.calls == []
     assert not place.packs()

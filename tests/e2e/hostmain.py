@@ -131,6 +131,8 @@ class HostedEngine:
         pause = SHORTEST_PAUSE_S
         while True:
             busy = self.free_running and self.scheduler.has_requests()
+            if not busy:  # the same answer decides: an engine may stop having requests by the clock alone
+                self._answer_idle_waiters()
             while self.pipe.poll(0 if busy else None):
                 seq, method, args = self.pipe.recv()
                 if method == "stop":
@@ -145,8 +147,6 @@ class HostedEngine:
             pause = SHORTEST_PAUSE_S if self.scheduler.running else min(1.1 * pause, LONGEST_PAUSE_S)
             if not self.scheduler.running:
                 self.pipe.poll(pause)
-            if not self.scheduler.has_requests():
-                self._answer_idle_waiters()
 
     def _obey(self, seq: int, method: str, args: tuple[Any, ...]) -> None:
         if method == "wait_idle":

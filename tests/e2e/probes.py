@@ -157,13 +157,19 @@ def connector_worker() -> Any:
     return worker if hasattr(worker, "transport") else None
 
 
+def idle_connections_of(worker: Any) -> Any:
+    from layerpush.transport.idle_connections import IdleConnections
+
+    return next(each for each in worker._writer_thread._timed if isinstance(each, IdleConnections))
+
+
 def look_after_idle_engines(host: HostedEngine, every_s: float) -> None:
     """Ping idle engines so often, and those that become idle at once."""
     from layerpush.core.liveness import PeerWatch
     from layerpush.transport import idle_connections
 
     idle_connections.LOOK_EVERY_S = every_s / 2
-    idle = connector_worker()._writer_thread._idle
+    idle = idle_connections_of(connector_worker())
 
     def restart() -> None:
         idle._idle.clear()
@@ -180,7 +186,7 @@ def tables_of_peers(host: HostedEngine) -> dict[str, list[str]]:
         "_engine_clock_offset", "_engine_last_active", "_handshakes",
     )  # fmt: skip
     tables = {name: list(getattr(worker, name)) for name in names}
-    tables |= {"links": list(worker._host._links), "idle": list(worker._writer_thread._idle._idle)}
+    tables |= {"links": list(worker._host._links), "idle": list(idle_connections_of(worker)._idle)}
     return {name: [each for each in table if each != worker.engine_id] for name, table in tables.items()}
 
 

@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 import layerpush
 from layerpush.apps.cli import app
 from layerpush.apps.extras import MODULES, Extra
+from layerpush.compat.patches import PATCHES
 from scripts import lockfiles
 
 ROOT = Path(__file__).parents[2]
@@ -332,12 +333,14 @@ def imported_modules(source: str) -> Iterator[str]:
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+WRAPPERS = {target.wrapper.partition(":")[0] for patch in PATCHES for target in patch.targets}
+ENGINE = ("layerpush.apps.doctor", "layerpush.nixl", "layerpush.plugin", *sorted(WRAPPERS))
 ENTRIES: dict[str, tuple[str, ...]] = {
     "": ("layerpush.apps.extras", *PURE),
     "plot": ("layerpush.apps.tracing.command",),
     "proxy": ("layerpush.apps.metrics_port", "layerpush.apps.proxy.command"),
-    "cpu": ("layerpush.apps.doctor", "layerpush.nixl", "layerpush.plugin"),
-    "cuda": ("layerpush.apps.doctor", "layerpush.nixl", "layerpush.plugin"),
+    "cpu": ENGINE,
+    "cuda": ENGINE,
 }
 """By extra, the modules that a command or an engine imports first, or finds by name."""
 BESIDE_RAY = "layerpush.ray"

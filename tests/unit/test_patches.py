@@ -63,7 +63,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
             done.append("vLLM")
 
     monkeypatch.setattr(patches, "PATCHES", TABLE)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if not isinstance(each, PatchHook)])
     monkeypatch.delenv(VARIABLE, raising=False)
     module: Any = ModuleType("vllm_like")
     module.Runner = Runner
