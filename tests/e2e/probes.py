@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -244,15 +244,24 @@ def _strings(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, str]]
         yield from _strings(inner, path + step, seen)
 
 
+def _copied(items: Iterable[Any]) -> list[Any]:
+    """Copy a table. The writer thread may change it meanwhile: then the copy begins again."""
+    while True:
+        try:
+            return list(items)
+        except (RuntimeError, KeyError):
+            continue
+
+
 def _contents(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        for key, inner in list(value.items()):
+        for key, inner in _copied(value.items()):
             yield "{key}", key
             yield f"[{key!r:.40}]", inner
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         if value and isinstance(next(iter(value)), int):
             return
-        for number, inner in enumerate(list(value)):
+        for number, inner in enumerate(_copied(value)):
             yield f"[{number}]", inner
     elif isinstance(value, (queue.Queue, queue.SimpleQueue)):
         yield ".queue", list(getattr(value, "queue", ()))
