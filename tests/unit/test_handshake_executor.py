@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
 from layerpush.compat import handshake_executor, patches
 from layerpush.compat.handshake import MAX_ANSWER_BYTES, handshake_query
-from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor
+from layerpush.compat.handshake_executor import Answers, HandshakeError, HandshakeExecutor
 from layerpush.transport import zmtp
 from tests.support.waiting import until
 from tests.unit.test_probe import GREETING, HOST, PORTS, READY, answer, endlessly, frame, listening, says
@@ -53,6 +53,7 @@ def handshakes() -> Iterator[HandshakeExecutor]:
     one = HandshakeExecutor(ThreadPoolExecutor(1, "vllm"), lambda tp_size, _: range(tp_size))
     yield one
     one.shutdown(wait=False)
+    until(lambda: not one._running and not one._waiting)
 
 
 @pytest.fixture
@@ -175,41 +176,56 @@ def test_a_silent_host_delays_no_other_host(handshakes: HandshakeExecutor, silen
     assert not all(each.done() for each in waiting), "vLLM's thread would have asked these first"
 
 
-def running() -> int:
-    return sum(thread.name == "layerpush-handshake" for thread in threading.enumerate())
+class Asked:
+    """Stands in for ``ask``: counts the side channels that are asked at the same time, until ``over`` is set."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self._counts = threading.Lock()
+        self.now = self.most = 0
+
+    def __call__(self, host: str, port: int, queries: object) -> Answers:
+        with self._counts:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        assert self.over.wait(60)
+        with self._counts:
+            self.now -= 1
+        raise HandshakeError("over")
 
 
-def test_few_handshakes_with_a_host_run_and_too_many_fail(
-    handshakes: HandshakeExecutor, monkeypatch: pytest.MonkeyPatch, silent: int
-) -> None:
-    monkeypatch.setattr(handshake_executor, "TIMEOUT_S", 2.0)
-    limit, before = handshake_executor.MAX_WITH_HOST, running()
-    waiting = [submit(handshakes, SILENT, silent, f"ghost-{number}") for number in range(limit)]
-    assert running() - before <= handshake_executor.MAX_RUNNING_WITH_HOST
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    one = Asked()
+    monkeypatch.setattr(handshake_executor, "ask", one)
+    yield one
+    one.over.set()
+
+
+def test_few_handshakes_with_a_host_run_and_too_many_fail(handshakes: HandshakeExecutor, asked: Asked) -> None:
+    limit, few = handshake_executor.MAX_WITH_HOST, handshake_executor.MAX_RUNNING_WITH_HOST
+    waiting = [submit(handshakes, SILENT, 1, f"ghost-{number}") for number in range(limit)]
+    until(lambda: asked.now == few)
     with pytest.raises(HandshakeError, match=f"{limit} other handshakes with host {SILENT}"):
-        submit(handshakes, SILENT, silent, "one too many").result(0)
-    monkeypatch.setattr(handshake_executor, "TIMEOUT_S", 0.01)
+        submit(handshakes, SILENT, 1, "one too many").result(0)
+    asked.over.set()
     for each in waiting:
-        with pytest.raises(HandshakeError, match="timeout"):
+        with pytest.raises(HandshakeError, match="over"):
             each.result(20)
-    with pytest.raises(HandshakeError, match="timeout"):
-        submit(handshakes, SILENT, silent, "there is room again").result(20)
+    with pytest.raises(HandshakeError, match="over"):
+        submit(handshakes, SILENT, 1, "there is room again").result(20)
+    assert asked.most == few
 
 
 def test_handshakes_with_all_hosts_are_limited(
-    handshakes: HandshakeExecutor, monkeypatch: pytest.MonkeyPatch, silent: int
+    handshakes: HandshakeExecutor, monkeypatch: pytest.MonkeyPatch, asked: Asked
 ) -> None:
     monkeypatch.setattr(handshake_executor, "MAX_HANDSHAKES", 6)
     monkeypatch.setattr(handshake_executor, "MAX_RUNNING", 2)
-    monkeypatch.setattr(handshake_executor, "TIMEOUT_S", 2.0)
-    before, hosts = running(), [f"127.0.1.{number}" for number in range(1, 7)]
-    listeners = [socket.create_server((host, silent)) for host in hosts]
-    waiting = [submit(handshakes, host, silent, host) for host in hosts]
-    assert running() - before <= 2
+    waiting = [submit(handshakes, f"127.0.1.{number}", 1) for number in range(6)]
+    until(lambda: asked.now == 2)
     with pytest.raises(HandshakeError, match="6 other handshakes are under way"):
-        submit(handshakes, SILENT, silent).result(0)
-    monkeypatch.setattr(handshake_executor, "TIMEOUT_S", 0.01)
+        submit(handshakes, SILENT, 1).result(0)
+    asked.over.set()
     assert all(isinstance(each.exception(20), HandshakeError) for each in waiting)
-    until(lambda: not handshakes._running and not handshakes._waiting)
-    for listener in listeners:
-        listener.close()
+    assert asked.most == 2
