@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench import ROOT, calm
+from bench.servers import processes
 from bench.servers.forkserver import ForkServer, ForkServerError
 from bench.servers.interrupts import Interrupts
 from bench.servers.ports import PortAllocator
@@ -216,7 +217,7 @@ class Engine:
     def members(self) -> list[int]:
         """Pids of the server, its children and its client that are alive. Reaps the server when it has ended."""
         self._process.poll()
-        return [pid for group in (self.group, self._forked) if group is not None for pid in _group_members(group)]
+        return [pid for group in (self.group, self._forked) if group is not None for pid in processes.members(group)]
 
     @property
     def _forked(self) -> int | None:
@@ -358,19 +359,3 @@ def _wait_gone(engines: Sequence[Engine], timeout_s: float) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-def _group_members(group: int) -> list[int]:
-    """Pids in a process group, without zombies."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            after_name = (entry / "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # the process has ended meanwhile
-        state, process_group = after_name[0], int(after_name[2])
-        if process_group == group and state not in "ZX":
-            members.append(int(entry.name))
-    return members

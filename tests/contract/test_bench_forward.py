@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from bench.forward.queued import STATISTICS
+from bench.servers.processes import is_running
 from tests.contract.commands import SECONDS, children, start
-from tests.support.processes import is_running
 from tests.support.waiting import until
 
 FORWARD = "bench.forward --models llama-8b --tokens 160 --chunk-tokens 64 --layer-ms 0.5 --staging-mib 8 --no-growth"

@@ -36,10 +36,10 @@ from bench.gpu.parts import (
 )
 from bench.gpu.running import Ending, Ran, Runner
 from bench.servers.model import ModelShape
+from bench.servers.processes import is_running
 from layerpush.telemetry.trace_records import ChunkRecord, PushRecord
 from tests.docblocks import Command
 from tests.docprograms import check
-from tests.support.processes import is_running
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.serve.driver import Driver, DriverError
-from tests.support.processes import is_running
+from bench.servers.processes import is_running
 
 CLIENT = """
 import json, os, sys, time

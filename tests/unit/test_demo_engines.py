@@ -18,8 +18,8 @@ from bench.servers import forkclient, forkserver
 from bench.servers.engines import EngineFailedError, EngineGroup, EngineSpec, Place
 from bench.servers.interrupts import Interrupted, Interrupts
 from bench.servers.ports import PortAllocator
+from bench.servers.processes import is_running
 from tests.support.ports import ALLOCATOR_PORTS
-from tests.support.processes import is_running
 from tests.support.waiting import until
 
 # A server with a child that ignores SIGTERM, like a worker stuck in native code.
@@ -108,6 +108,28 @@ def test_a_server_that_is_never_ready_is_reported(tmp_path: Path):
         with pytest.raises(EngineFailedError, match="not ready"):
             group.wait_ready([engine], timeout_s=0.5)
     assert engine.members() == []
+
+
+WITHOUT_FIRST_THREAD = """
+import ctypes, http.server, sys, threading
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.BaseHTTPRequestHandler)
+threading.Thread(target=server.serve_forever).start()
+print("up", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_server_is_alive_until_its_last_thread_has_ended(tmp_path: Path):
+    """A killed engine's first thread may end long before those of its libraries, which still hold its port."""
+    with servers(tmp_path) as group:
+        engine = group.start(script(WITHOUT_FIRST_THREAD))
+        until(lambda: "up" in engine.log_path.read_text(), "it runs", pause_s=0.02)
+        stat = Path(f"/proc/{engine.group}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z", "its first thread has ended")
+        assert not is_free(engine.port)
+        assert engine.members() == [engine.group]
+    assert engine.members() == []
+    assert is_free(engine.port)
 
 
 RUN = """
