@@ -8,12 +8,12 @@ from typing import Any
 
 from tests.e2e.enginehost import Request
 from tests.e2e.results import Finished
-from tests.faults.soak.agenda import Agenda
 from tests.faults.soak.engine import Answer
 from tests.faults.soak.inhost import Record, collect
 from tests.faults.soak.plan import PlannedRequest, RequestPlan
 from tests.faults.soak.reference import Reference
 from tests.faults.soak.request import SoakRequest
+from tests.faults.soak.schedule import Schedule
 from tests.faults.soak.traffic import Traffic
 
 RIGHT = (5, 6, 7)
@@ -86,7 +86,7 @@ class FakeEngine:
 
 
 @dataclasses.dataclass
-class FakeSeat:
+class FakeSlot:
     engine: FakeEngine
     incarnation: int = 1
     leaving: bool = False
@@ -105,19 +105,19 @@ class FakeSeat:
         return self.usable and not self.engine.paused
 
 
-class FakeSeats:
+class FakeSlots:
     def __init__(self, *names: str) -> None:
-        self.seats = {name: FakeSeat(FakeEngine(name)) for name in names}
+        self.slots = {name: FakeSlot(FakeEngine(name)) for name in names}
         self.replaced: list[tuple[str, bool]] = []
 
-    def __getitem__(self, name: str) -> FakeSeat:
-        return self.seats[name]
+    def __getitem__(self, name: str) -> FakeSlot:
+        return self.slots[name]
 
-    def of(self, side: str) -> list[FakeSeat]:
-        return [seat for seat in self.seats.values() if seat.engine.spec.role == side]
+    def of(self, side: str) -> list[FakeSlot]:
+        return [slot for slot in self.slots.values() if slot.engine.spec.role == side]
 
     def usable(self, side: str) -> list[str]:
-        return [seat.name for seat in self.of(side) if seat.usable]
+        return [slot.name for slot in self.of(side) if slot.usable]
 
     def replace(self, name: str, *, same_id: bool) -> None:
         self.replaced.append((name, same_id))
@@ -127,19 +127,19 @@ class World:
     """One P, one D, the plain engine, and the traffic between them."""
 
     def __init__(self) -> None:
-        self.seats = FakeSeats("P1", "D1", "R")
-        self.agenda = Agenda()
+        self.slots = FakeSlots("P1", "D1", "R")
+        self.schedule = Schedule()
         self.struck: list[str] = []
         self.done: list[SoakRequest] = []
-        self.reference = Reference(self.seats, "R")  # type: ignore[arg-type]
+        self.reference = Reference(self.slots, "R")  # type: ignore[arg-type]
         self.traffic = Traffic(
-            self.seats,  # type: ignore[arg-type]
+            self.slots,  # type: ignore[arg-type]
             self.reference,
-            self.agenda,
+            self.schedule,
             self.struck.append,
             self.done.append,
         )
-        self.p, self.d, self.r = (self.seats[name].engine for name in ("P1", "D1", "R"))
+        self.p, self.d, self.r = (self.slots[name].engine for name in ("P1", "D1", "R"))
 
     def send(self, **changes: Any) -> PlannedRequest:
         plan = dataclasses.replace(RequestPlan(0, ()).next(), **{"max_tokens": 3, "order": "together", **changes})
@@ -148,15 +148,15 @@ class World:
 
     def pass_time(self) -> None:
         """Runs everything that was put off, until nothing is left."""
-        while len(self.agenda):
-            self.agenda.run_due(LATER)
+        while len(self.schedule):
+            self.schedule.run_due(LATER)
 
     def finish(self, name: str, tokens: tuple[int, ...] = RIGHT, reason: str = "length", params: Any = None) -> None:
         """The engine finishes its last request."""
-        engine = self.seats[name].engine
+        engine = self.slots[name].engine
         length = engine.added[-1].max_tokens
         finished = Finished(engine.added[-1].request_id, tokens[:length], params, reason)
         if name == "R":
             self.reference.take(finished)
         else:
-            self.traffic.take(self.seats[name], finished)  # type: ignore[arg-type]
+            self.traffic.take(self.slots[name], finished)  # type: ignore[arg-type]

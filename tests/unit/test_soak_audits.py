@@ -54,10 +54,10 @@ def test_a_request_is_an_orphan_once_its_d_has_died(way: str) -> None:
     world.send()
     [request_id] = world.traffic.sent.ids()
     assert world.traffic.sent.orphans() == set()
-    world.seats["P1"].incarnation += 1
+    world.slots["P1"].incarnation += 1
     assert world.traffic.sent.orphans() == set(), "D cancels, not P"
     if way == "replaced":
-        world.seats["D1"].incarnation += 1
+        world.slots["D1"].incarnation += 1
     else:
         world.d.ended = True
     assert world.traffic.sent.orphans() == {request_id}
@@ -66,18 +66,18 @@ def test_a_request_is_an_orphan_once_its_d_has_died(way: str) -> None:
 def test_a_request_not_sent_to_its_d_is_no_orphan() -> None:
     world = World()
     world.send(order="p-first")
-    world.seats["D1"].incarnation += 1
+    world.slots["D1"].incarnation += 1
     assert world.traffic.sent.orphans() == set()
 
 
 def test_an_audit_names_the_orphaned_requests() -> None:
     world = World()
     world.send()
-    world.seats["D1"].incarnation += 1
+    world.slots["D1"].incarnation += 1
     world.send(number=2)
     dead, alive = world.traffic.sent.ids()
     world.p.answers = Audit(3, (), (), 0, (), 9)
-    auditor = Auditor([world.seats["P1"]], world.traffic.sent)  # type: ignore[list-item]
+    auditor = Auditor([world.slots["P1"]], world.traffic.sent)  # type: ignore[list-item]
     assert not auditor.over(0.0)
     assert world.p.called[-1] == (audit, ([alive], [dead], ALLOWED))
     world.p.answers = dataclasses.replace(world.p.answers, missing_blocks=0)

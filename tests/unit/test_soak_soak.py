@@ -14,24 +14,24 @@ from tests.faults.soak.plan import PlannedFault
 from tests.faults.soak.settings import Settings
 from tests.faults.soak.soak import HANG_S, SILENCE_S, NotStartedError, ReferenceLostError, Soak
 from tests.faults.soak.tally import Tally
-from tests.unit.soak_world import LATER, FakeSeat, FakeSeats
+from tests.unit.soak_world import LATER, FakeSlot, FakeSlots
 
 
-class EventfulSeats(FakeSeats):
+class EventfulSlots(FakeSlots):
     """Events happen when the test says so."""
 
     def __init__(self) -> None:
         super().__init__("P1", "D1", "R")
-        self.happening: list[tuple[FakeSeat, Any]] = []
+        self.happening: list[tuple[FakeSlot, Any]] = []
 
     def __iter__(self):
-        return iter(self.seats.values())
+        return iter(self.slots.values())
 
     @property
     def all_calm(self) -> bool:
-        return all(seat.calm for seat in self)
+        return all(slot.calm for slot in self)
 
-    def wait(self, timeout: float) -> list[tuple[FakeSeat, Any]]:
+    def wait(self, timeout: float) -> list[tuple[FakeSlot, Any]]:
         happened, self.happening = self.happening, []
         return happened
 
@@ -41,20 +41,20 @@ class EventfulSeats(FakeSeats):
 
 class Rig:
     def __init__(self) -> None:
-        self.seats, self.tally = EventfulSeats(), Tally()
-        self.soak = Soak(Settings(1.0, 0, ()), self.seats, self.tally, lambda phase: None)  # type: ignore[arg-type]
+        self.slots, self.tally = EventfulSlots(), Tally()
+        self.soak = Soak(Settings(1.0, 0, ()), self.slots, self.tally, lambda phase: None)  # type: ignore[arg-type]
         self.tally.begin_turn("plain", reads_kv=True)
         self.tally.begin_round()
 
     def turn(self, *events: tuple[str, Any]) -> None:
-        self.seats.happening = [(self.seats[name], event) for name, event in events]
+        self.slots.happening = [(self.slots[name], event) for name, event in events]
         self.soak._turn("test")
 
     def ills(self) -> list[str]:
         return [problem.ill for problem in self.tally.problems]
 
     def signals(self, name: str) -> list[str]:
-        return self.seats[name].engine.signals
+        return self.slots[name].engine.signals
 
 
 def test_an_unexpected_engine_death_is_a_problem_and_is_replaced():
@@ -62,20 +62,20 @@ def test_an_unexpected_engine_death_is_a_problem_and_is_replaced():
     rig.turn(("D1", Ended("Traceback: KeyError")))
     assert rig.ills() == ["death"]
     assert "KeyError" in rig.tally.problems[0].text
-    rig.soak._agenda.run_due(LATER)
-    assert rig.seats.replaced == [("D1", True)]
+    rig.soak._schedule.run_due(LATER)
+    assert rig.slots.replaced == [("D1", True)]
 
 
 def test_an_intended_engine_death_is_no_problem():
     rig = Rig()
-    rig.soak._mischief.leave(rig.seats["P1"])  # type: ignore[arg-type]
+    rig.soak._engine_faults.leave(rig.slots["P1"])  # type: ignore[arg-type]
     rig.turn(("P1", Ended(None)))
     assert rig.ills() == []
 
 
 def test_an_unresponsive_engine_counts_as_a_hang_and_is_killed():
     rig = Rig()
-    rig.seats["P1"].engine.waiting_since = time.monotonic() - SILENCE_S - 1
+    rig.slots["P1"].engine.waiting_since = time.monotonic() - SILENCE_S - 1
     rig.turn()
     assert rig.ills() == ["hang"]
     assert rig.signals("P1") == ["stacks", "kill"]
@@ -85,8 +85,8 @@ def test_an_unresponsive_engine_counts_as_a_hang_and_is_killed():
 
 def test_a_stopped_engine_does_not_count_as_a_hang():
     rig = Rig()
-    rig.seats["P1"].engine.waiting_since = time.monotonic() - SILENCE_S - 1
-    rig.seats["P1"].engine.paused = True
+    rig.slots["P1"].engine.waiting_since = time.monotonic() - SILENCE_S - 1
+    rig.slots["P1"].engine.paused = True
     rig.turn()
     assert rig.ills() == []
 
@@ -110,10 +110,10 @@ def test_a_request_that_ends_is_accounted_for():
     rig.soak._top_up()
     [request] = rig.soak.traffic.live.values()
     for leg, name in ((request.p, "P1"), (request.d, "D1")):
-        rig.soak._agenda.run_due(LATER)
+        rig.soak._schedule.run_due(LATER)
         tokens = tuple(range(leg.max_tokens))
         rig.turn((name, Finished(request.request_id, tokens, None, "length")))
-    question = rig.seats["R"].engine.added[-1]
+    question = rig.slots["R"].engine.added[-1]
     rig.turn(("R", Finished(question.request_id, tuple(range(question.max_tokens)), None, "length")))
     assert rig.tally.requests == 1
     assert rig.tally.problems == []
@@ -130,11 +130,11 @@ def test_requests_in_flight_do_not_exceed_their_limit():
 def test_the_soak_is_not_calm_during_a_fault():
     rig = Rig()
     assert rig.soak._is_calm()
-    rig.soak._mischief._outlast(1.0, lambda: None)
+    rig.soak._engine_faults._outlast(1.0, lambda: None)
     assert not rig.soak._is_calm()
-    rig.soak._agenda.run_due(LATER)
+    rig.soak._schedule.run_due(LATER)
     assert rig.soak._is_calm()
-    rig.seats["D1"].engine.paused = True
+    rig.slots["D1"].engine.paused = True
     assert not rig.soak._is_calm()
 
 
@@ -146,8 +146,8 @@ def test_without_the_plain_engine_the_soak_ends():
 
 def test_a_failed_engine_start_ends_the_soak():
     rig = Rig()
-    rig.seats["P1"].engine.ready = False
-    rig.seats.happening = [(rig.seats["P1"], Ended("Traceback: no such model"))]
+    rig.slots["P1"].engine.ready = False
+    rig.slots.happening = [(rig.slots["P1"], Ended("Traceback: no such model"))]
     with pytest.raises(NotStartedError, match=r"P1 did not start:\nTraceback: no such model"):
         rig.soak.start()
 

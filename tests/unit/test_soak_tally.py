@@ -8,13 +8,13 @@ import re
 import pytest
 
 from tests.e2e.results import Finished, KvDigest
-from tests.faults.soak.agenda import Agenda
 from tests.faults.soak.audits import MORE_THREADS, held
 from tests.faults.soak.inhost import Audit, Record
 from tests.faults.soak.kinds import KINDS
 from tests.faults.soak.plan import RequestPlan
 from tests.faults.soak.report import verdict
 from tests.faults.soak.request import Leg, Outcome, SoakRequest, State
+from tests.faults.soak.schedule import Schedule
 from tests.faults.soak.tally import Tally
 
 RIGHT = (5, 6, 7)
@@ -179,10 +179,10 @@ def test_every_held_resource_is_a_finding(change: dict[str, object], words: str)
     assert re.search(words, finding)
 
 
-def test_the_agenda_runs_in_order_of_time():
-    agenda, done = Agenda(), []
+def test_the_schedule_runs_in_order_of_time():
+    schedule, done = Schedule(), []
     for at in (3.0, 1.0, 2.0, 1.0):
-        agenda.put(at, lambda at=at: done.append(at))  # type: ignore[misc]
-    agenda.run_due(2.5)
+        schedule.put(at, lambda at=at: done.append(at))  # type: ignore[misc]
+    schedule.run_due(2.5)
     assert done == [1.0, 1.0, 2.0]
-    assert len(agenda) == 1
+    assert len(schedule) == 1

@@ -124,7 +124,7 @@ def test_an_error_from_the_engine_is_a_clean_failure():
 def test_requests_of_a_dead_engine_are_lost_and_the_other_side_goes_on():
     world = World()
     world.send()
-    world.traffic.lose(world.seats["D1"])  # type: ignore[arg-type]
+    world.traffic.lose(world.slots["D1"])  # type: ignore[arg-type]
     assert world.done == []
     world.finish("P1")
     world.finish("R")
@@ -135,7 +135,7 @@ def test_requests_of_a_dead_engine_are_lost_and_the_other_side_goes_on():
 def test_an_answer_of_a_restarted_engine_does_not_count_for_the_old_one():
     world = World()
     world.send()
-    world.seats["D1"].incarnation = 2
+    world.slots["D1"].incarnation = 2
     world.finish("D1")
     assert world.traffic.live
 
@@ -143,7 +143,7 @@ def test_an_answer_of_a_restarted_engine_does_not_count_for_the_old_one():
 def test_no_request_is_sent_to_a_dead_engine():
     world = World()
     world.send(order="d-first")
-    world.seats["P1"].leaving = True
+    world.slots["P1"].leaving = True
     world.pass_time()
     assert world.p.added == []
     world.finish("D1")

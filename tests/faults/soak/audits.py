@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from tests.e2e.conftest import BOUNDED_MEMORIES
 from tests.faults.soak import inhost
 from tests.faults.soak.engine import Answer
+from tests.faults.soak.engine_slots import EngineSlot
 from tests.faults.soak.inhost import Audit
-from tests.faults.soak.seats import Seat
 from tests.faults.soak.sent import Sent
 
 PATIENCE_S = 60.0
@@ -21,20 +21,20 @@ ALLOWED = BOUNDED_MEMORIES
 class EngineAudit:
     """Asks one engine until it holds nothing, or until patience ends."""
 
-    def __init__(self, seat: Seat, sent: Sent) -> None:
-        self.seat = seat
+    def __init__(self, slot: EngineSlot, sent: Sent) -> None:
+        self.slot = slot
         self._sent = sent
-        self._incarnation = seat.incarnation
+        self._incarnation = slot.incarnation
         self._next_at = 0.0
         self._asking = False
         self.last: Audit | None = None
 
     def advance(self, now: float) -> None:
-        if not self._asking and now >= self._next_at and self.seat.engine.ready:
+        if not self._asking and now >= self._next_at and self.slot.engine.ready:
             self._asking = True
             orphans = self._sent.orphans()
             texts = [request_id for request_id in self._sent.ids() if request_id not in orphans]
-            self.seat.engine.call(inhost.audit, texts, sorted(orphans), ALLOWED, then=self._answered)
+            self.slot.engine.call(inhost.audit, texts, sorted(orphans), ALLOWED, then=self._answered)
 
     def _answered(self, answer: Answer) -> None:
         self._asking = False
@@ -45,7 +45,7 @@ class EngineAudit:
     @property
     def gone(self) -> bool:
         """Whether the engine died meanwhile, which is a problem of another kind."""
-        return self.seat.incarnation != self._incarnation or self.seat.leaving
+        return self.slot.incarnation != self._incarnation or self.slot.leaving
 
     def findings(self) -> list[str]:
         """The engine's holdings, in words."""
@@ -53,7 +53,7 @@ class EngineAudit:
             return []
         if self.last is None:
             return ["it does not answer"]
-        return held(self.last, self.seat.usual_threads)
+        return held(self.last, self.slot.usual_threads)
 
 
 def held(audit: Audit, usual_threads: int | None) -> list[str]:
@@ -76,8 +76,8 @@ def held(audit: Audit, usual_threads: int | None) -> list[str]:
 class Auditor:
     """Audits all engines at once."""
 
-    def __init__(self, seats: Sequence[Seat], sent: Sent) -> None:
-        self._audits = [EngineAudit(seat, sent) for seat in seats]
+    def __init__(self, slots: Sequence[EngineSlot], sent: Sent) -> None:
+        self._audits = [EngineAudit(slot, sent) for slot in slots]
         self._until = time.monotonic() + PATIENCE_S
 
     def over(self, now: float) -> bool:
@@ -89,16 +89,16 @@ class Auditor:
 
     def leaks(self) -> list[str]:
         return [
-            f"{audit.seat.name} ({audit.seat.engine.log_path}) at idle: {finding}"
+            f"{audit.slot.name} ({audit.slot.engine.log_path}) at idle: {finding}"
             for audit in self._audits
             for finding in audit.findings()
         ]
 
-    def leaking(self) -> list[Seat]:
-        return [audit.seat for audit in self._audits if audit.findings()]
+    def leaking(self) -> list[EngineSlot]:
+        return [audit.slot for audit in self._audits if audit.findings()]
 
     def learn(self) -> None:
         """Set each engine's limit of threads for later idle moments: its number at the first one."""
         for audit in self._audits:
-            if audit.last is not None and not audit.gone and audit.seat.usual_threads is None:
-                audit.seat.usual_threads = audit.last.os_threads
+            if audit.last is not None and not audit.gone and audit.slot.usual_threads is None:
+                audit.slot.usual_threads = audit.last.os_threads

@@ -22,8 +22,8 @@ from tests.e2e.models import ModelShelf
 from tests.faults.soak.display import Display
 from tests.faults.soak.ending import Ending
 from tests.faults.soak.engine import Engine, Memory
+from tests.faults.soak.engine_slots import EngineSlots
 from tests.faults.soak.kinds import KINDS, Kind, UnknownNameError, chosen
-from tests.faults.soak.seats import Seats
 from tests.faults.soak.settings import Settings
 from tests.faults.soak.soak import NotStartedError, ReferenceLostError, Soak
 from tests.faults.soak.specs import LINE_UPS
@@ -130,10 +130,10 @@ def _run(console: Console, settings: Settings, folder: Path) -> Ending:
             highlight=False,
         )
         makers = {spec.name: partial(_make, spec, models.path(spec.model)) for spec in specs}
-        seats = Seats(makers, folder / line_up.name, take_port)
+        slots = EngineSlots(makers, folder / line_up.name, take_port)
         broken = False
-        with Display(console, seats, tally, 60 * turn.minutes) as display:
-            run = Soak(turn, seats, tally, display.update)
+        with Display(console, slots, tally, 60 * turn.minutes) as display:
+            run = Soak(turn, slots, tally, display.update)
             _stop_on_signals(run, console)
             try:
                 run.start()
@@ -142,8 +142,8 @@ def _run(console: Console, settings: Settings, folder: Path) -> Ending:
                 broken = True
                 console.print(str(error), style="red", markup=False, highlight=False)
             finally:
-                seats.close()
-        memories |= {f"{line_up.name} {seat.name}": seats.memories(seat.name) for seat in seats}
+                slots.close()
+        memories |= {f"{line_up.name} {slot.name}": slots.memories(slot.name) for slot in slots}
         if broken or run.stopped:
             break
     return Ending(settings, tally, memories, folder, time.monotonic() - began, broken, run.stopped)

@@ -7,7 +7,7 @@ from functools import partial
 
 from tests.faults.soak import scripted
 from tests.faults.soak.engine import Answer
-from tests.faults.soak.seats import Seats
+from tests.faults.soak.engine_slots import EngineSlots
 
 EVERY_S = 1.0
 
@@ -15,8 +15,8 @@ EVERY_S = 1.0
 class Counting:
     """Adds each kind's effects to ``totals``: numbers of WRITEs, notifications, handshakes and preemptions."""
 
-    def __init__(self, seats: Seats, totals: Counter[str]) -> None:
-        self._seats, self._totals = seats, totals
+    def __init__(self, slots: EngineSlots, totals: Counter[str]) -> None:
+        self._slots, self._totals = slots, totals
         self._next_at = 0.0
         self._before: dict[tuple[str, int], Counter[str]] = {}
 
@@ -24,9 +24,9 @@ class Counting:
         if now < self._next_at:
             return
         self._next_at = now + EVERY_S
-        for seat in (*self._seats.of("P"), *self._seats.of("D")):
-            if seat.calm:
-                seat.engine.call(scripted.count, then=partial(self._answered, (seat.name, seat.incarnation)))
+        for slot in (*self._slots.of("P"), *self._slots.of("D")):
+            if slot.calm:
+                slot.engine.call(scripted.count, then=partial(self._answered, (slot.name, slot.incarnation)))
 
     def _answered(self, process: tuple[str, int], answer: Answer) -> None:
         if answer.value is not None:

@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from tests.faults.soak.engine_slots import EngineSlots
 from tests.faults.soak.request import Outcome
-from tests.faults.soak.seats import Seats
 from tests.faults.soak.tally import ILLS, Tally
 
 SHOWN = 10
@@ -25,8 +25,8 @@ class Display:
     The display shows the first problems at once. The report has all of them.
     """
 
-    def __init__(self, console: Console, seats: Seats, tally: Tally, total_s: float) -> None:
-        self._console, self._seats, self._tally, self._total_s = console, seats, tally, total_s
+    def __init__(self, console: Console, slots: EngineSlots, tally: Tally, total_s: float) -> None:
+        self._console, self._slots, self._tally, self._total_s = console, slots, tally, total_s
         self._began = time.monotonic()
         self._next = 0.0
         self._told = 0
@@ -58,7 +58,7 @@ class Display:
 
     def _line(self, phase: str) -> str:
         tally = self._tally
-        engines = " ".join(f"{seat.name}{_mark(seat.usable, seat.engine.paused)}" for seat in self._seats)
+        engines = " ".join(f"{slot.name}{_mark(slot.usable, slot.engine.paused)}" for slot in self._slots)
         return (
             f"[{_clock(time.monotonic() - self._began)}] round {tally.rounds} {phase}: {tally.requests} requests, "
             f"{sum(tally.injected.values())} faults, {_ills(tally)} | {engines}"
@@ -74,9 +74,9 @@ class Display:
             "\n".join(f"{outcome.value}: {tally.outcomes[outcome]}" for outcome in Outcome),
             "\n".join(f"{kind}: {count}" for kind, count in sorted(tally.injected.items())) or "none yet",
             "\n".join(
-                f"{seat.name}#{seat.incarnation}{_mark(seat.usable, seat.engine.paused)} "
-                f"{max(memory.peak_mib for memory in self._seats.memories(seat.name)):.0f} MiB"
-                for seat in self._seats
+                f"{slot.name}#{slot.incarnation}{_mark(slot.usable, slot.engine.paused)} "
+                f"{max(memory.peak_mib for memory in self._slots.memories(slot.name)):.0f} MiB"
+                for slot in self._slots
             ),
         )
         table.caption = f"round {tally.rounds}, {_ills(tally)}"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from tests.faults.soak.engine_slots import EngineSlots
 from tests.faults.soak.request import Leg, State
-from tests.faults.soak.seats import Seats
 
 
 class Sent:
     """Requests that no engine should know after their end."""
 
-    def __init__(self, seats: Seats) -> None:
-        self._seats = seats
+    def __init__(self, slots: EngineSlots) -> None:
+        self._slots = slots
         self._decode_legs: dict[str, Leg] = {}
 
     def note(self, request_id: str, decode_leg: Leg) -> None:
@@ -29,5 +29,5 @@ class Sent:
     def _is_dead(self, leg: Leg) -> bool:
         if leg.state is State.UNSENT:
             return False
-        seat = self._seats[leg.engine]
-        return seat.incarnation != leg.incarnation or seat.engine.ended
+        slot = self._slots[leg.engine]
+        return slot.incarnation != leg.incarnation or slot.engine.ended

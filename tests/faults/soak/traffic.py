@@ -12,13 +12,13 @@ from tests.e2e.enginehost import Request
 from tests.e2e.models import VOCABULARY
 from tests.e2e.results import Finished
 from tests.faults.soak import inhost
-from tests.faults.soak.agenda import Agenda
 from tests.faults.soak.badparams import damaged_for_d, damaged_for_p
 from tests.faults.soak.engine import Answer
+from tests.faults.soak.engine_slots import EngineSlot, EngineSlots
 from tests.faults.soak.plan import PlannedRequest
 from tests.faults.soak.reference import Reference
 from tests.faults.soak.request import Leg, SoakRequest, State
-from tests.faults.soak.seats import Seat, Seats
+from tests.faults.soak.schedule import Schedule
 from tests.faults.soak.sent import Sent
 from tests.faults.soak.specs import LEASE_S
 
@@ -36,22 +36,22 @@ class Traffic:
 
     def __init__(
         self,
-        seats: Seats,
+        slots: EngineSlots,
         reference: Reference,
-        agenda: Agenda,
+        schedule: Schedule,
         struck: Callable[[str], None],
         done: Callable[[SoakRequest], None],
     ) -> None:
-        self._seats, self._reference, self._agenda = seats, reference, agenda
+        self._slots, self._reference, self._schedule = slots, reference, schedule
         self._struck, self._done = struck, done
         self.live: dict[str, SoakRequest] = {}
         self.outstanding = 0
-        self.sent = Sent(seats)
+        self.sent = Sent(slots)
 
     def send(self, plan: PlannedRequest) -> None:
         """Start a request on running engines. One of each side must run."""
-        p = self._seats[plan.among("P", self._seats.usable("P"))]
-        d = self._seats[plan.among("D", self._seats.usable("D"))]
+        p = self._slots[plan.among("P", self._slots.usable("P"))]
+        d = self._slots[plan.among("D", self._slots.usable("D"))]
         d_tokens = plan.token_ids
         if plan.fault == "unequal":
             rng = random.Random(plan.draw)
@@ -83,17 +83,17 @@ class Traffic:
         stale = time.monotonic() - STALE_S
         return sum(request.plan.fault not in SLOW and request.sent_at > stale for request in self.live.values())
 
-    def busy(self, seat: Seat) -> bool:
+    def busy(self, slot: EngineSlot) -> bool:
         """Whether the engine has an unended request of the soak."""
-        legs = (self._leg_on(request, seat) for request in self.live.values())
+        legs = (self._leg_on(request, slot) for request in self.live.values())
         return any(leg is not None and leg.state is State.SENT for leg in legs)
 
-    def take(self, seat: Seat, finished: Finished) -> None:
+    def take(self, slot: EngineSlot, finished: Finished) -> None:
         """An engine has finished a request."""
         request = self.live.get(finished.request_id)
         if request is None:
             return
-        leg = self._leg_on(request, seat)
+        leg = self._leg_on(request, slot)
         if leg is None or leg.state is not State.SENT:
             return
         leg.output = finished
@@ -102,10 +102,10 @@ class Traffic:
             leg.error = f"finish reason {finished.finish_reason}"
         self._leg_over(request, leg, finished.kv_transfer_params)
 
-    def lose(self, seat: Seat) -> None:
+    def lose(self, slot: EngineSlot) -> None:
         """An engine has died."""
         for request in list(self.live.values()):
-            leg = self._leg_on(request, seat)
+            leg = self._leg_on(request, slot)
             if leg is not None and leg.state is State.SENT:
                 leg.state = State.LOST
                 self._leg_over(request, leg, None)
@@ -140,21 +140,21 @@ class Traffic:
         self._send_leg(request, request.d, params)
 
     def _send_leg(self, request: SoakRequest, leg: Leg, params: dict[str, Any]) -> None:
-        seat = self._seats[leg.engine]
-        if not seat.usable:
+        slot = self._slots[leg.engine]
+        if not slot.usable:
             leg.state = State.LOST
             self._leg_over(request, leg, None)
             return
-        leg.incarnation, leg.state = seat.incarnation, State.SENT
+        leg.incarnation, leg.state = slot.incarnation, State.SENT
         wire = Request(request.request_id, list(leg.token_ids), params, leg.max_tokens)
-        seat.engine.add(wire, then=partial(self._added, request, leg))
+        slot.engine.add(wire, then=partial(self._added, request, leg))
 
     def _added(self, request: SoakRequest, leg: Leg, answer: Answer) -> None:
         if answer.error is not None and leg.state is State.SENT:
             leg.state, leg.error = State.FAILED, answer.error.strip().splitlines()[-1]
             self._leg_over(request, leg, None)
 
-    def _params_for_d(self, request: SoakRequest, p: Seat) -> dict[str, Any]:
+    def _params_for_d(self, request: SoakRequest, p: EngineSlot) -> dict[str, Any]:
         """The parameters that a router knows in advance."""
         return {
             "do_remote_prefill": True,
@@ -183,9 +183,9 @@ class Traffic:
             self._abort(request, leg, then)
 
     def _abort(self, request: SoakRequest, leg: Leg, then: Callable[[], None] | None) -> None:
-        seat = self._seats[leg.engine]
-        if leg.state is State.SENT and seat.incarnation == leg.incarnation:
-            seat.engine.abort(request.request_id, then=partial(self._aborted, request, leg, then))
+        slot = self._slots[leg.engine]
+        if leg.state is State.SENT and slot.incarnation == leg.incarnation:
+            slot.engine.abort(request.request_id, then=partial(self._aborted, request, leg, then))
 
     def _aborted(self, request: SoakRequest, leg: Leg, then: Callable[[], None] | None, answer: Answer) -> None:
         if answer.gone or leg.state is not State.SENT:
@@ -210,7 +210,7 @@ class Traffic:
 
     def _leg_over(self, request: SoakRequest, leg: Leg, returned: dict[str, Any] | None) -> None:
         if leg is request.p and request.d.wanted and request.d.state is State.UNSENT:
-            params = returned or self._params_for_d(request, self._seats[leg.engine])
+            params = returned or self._params_for_d(request, self._slots[leg.engine])
             late = LATE_AFTER_S if request.plan.fault == "late-d" else request.plan.d_after_s
             self._later(late, partial(self._send_d, request, params))
         if request.over:
@@ -221,43 +221,43 @@ class Traffic:
         if self.live.pop(request.request_id, None) is None:
             return
         request.ended_at = time.monotonic()
-        Finishing(request, self._seats, self._reference, self._account).begin()
+        Finishing(request, self._slots, self._reference, self._account).begin()
 
     def _account(self, request: SoakRequest) -> None:
         self.outstanding -= 1
         self._done(request)
 
-    def _leg_on(self, request: SoakRequest, seat: Seat) -> Leg | None:
+    def _leg_on(self, request: SoakRequest, slot: EngineSlot) -> Leg | None:
         for leg in request.legs:
-            if (leg.engine, leg.incarnation) == (seat.name, seat.incarnation) and leg.state is not State.UNSENT:
+            if (leg.engine, leg.incarnation) == (slot.name, slot.incarnation) and leg.state is not State.UNSENT:
                 return leg
         return None
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
-        self._agenda.put(time.monotonic() + seconds, action)
+        self._schedule.put(time.monotonic() + seconds, action)
 
 
 class Finishing:
     """Gathers the records of an ended request from both engines, and the right tokens."""
 
     def __init__(
-        self, request: SoakRequest, seats: Seats, reference: Reference, done: Callable[[SoakRequest], None]
+        self, request: SoakRequest, slots: EngineSlots, reference: Reference, done: Callable[[SoakRequest], None]
     ) -> None:
-        self._request, self._seats, self._reference, self._done = request, seats, reference, done
+        self._request, self._slots, self._reference, self._done = request, slots, reference, done
         self._missing = 1
 
     def begin(self) -> None:
         request = self._request
         for leg in request.legs:
-            seat = self._seats[leg.engine]
-            if leg.state is State.UNSENT or seat.incarnation != leg.incarnation or not seat.engine.ready:
+            slot = self._slots[leg.engine]
+            if leg.state is State.UNSENT or slot.incarnation != leg.incarnation or not slot.engine.ready:
                 continue
             self._missing += 1
-            seat.engine.call(inhost.collect, [request.request_id], then=partial(self._collected, leg))
+            slot.engine.call(inhost.collect, [request.request_id], then=partial(self._collected, leg))
         for leg in request.legs:
             if leg.state is State.FINISHED:
                 self._missing += 1
-                short = self._seats[leg.engine].engine.spec.leaves_last_token and len(leg.token_ids) > 1
+                short = self._slots[leg.engine].engine.spec.leaves_last_token and len(leg.token_ids) > 1
                 prompt = leg.token_ids[:-1] if short else leg.token_ids
                 self._reference.ask(prompt, request.d.max_tokens, partial(self._answered, leg))
         self._one_less()

@@ -9,51 +9,51 @@ import pytest
 
 from layerpush.core import wire
 from tests.e2e import wirefaults
-from tests.faults.soak import vandal
-from tests.faults.soak.agenda import Agenda
+from tests.faults.soak import noise
 from tests.faults.soak.counting import Counting
+from tests.faults.soak.engine_faults import EngineFaults
 from tests.faults.soak.kinds import BY_NAME, KINDS
-from tests.faults.soak.mischief import Mischief
 from tests.faults.soak.plan import PlannedFault
+from tests.faults.soak.schedule import Schedule
 from tests.faults.soak.scripted import arm_posts, garbage, throw_garbage
-from tests.unit.soak_world import LATER, FakeSeats
+from tests.unit.soak_world import LATER, FakeSlots
 
 
 class Rig:
     def __init__(self) -> None:
-        self.seats, self.agenda = FakeSeats("P1", "P2", "D1", "D2"), Agenda()
+        self.slots, self.schedule = FakeSlots("P1", "P2", "D1", "D2"), Schedule()
         self.struck: list[str] = []
         self.skipped: list[str] = []
         self.idle: set[str] = set()
         self.bursts: list[int] = []
         self.stuck: list[str] = []
-        self.mischief = Mischief(
-            self.seats,  # type: ignore[arg-type]
-            self.agenda,
+        self.engine_faults = EngineFaults(
+            self.slots,  # type: ignore[arg-type]
+            self.schedule,
             self.struck.append,
             self.skipped.append,
-            lambda seat: seat.name not in self.idle,
+            lambda slot: slot.name not in self.idle,
             self.bursts.append,
-            lambda seat, _: self.stuck.append(seat.name),
+            lambda slot, _: self.stuck.append(slot.name),
         )
 
     def strike(self, name: str, draw: float = 0.5, until: float = LATER) -> None:
-        self.mischief.strike(PlannedFault(BY_NAME[name], 0.0, draw), until)
+        self.engine_faults.strike(PlannedFault(BY_NAME[name], 0.0, draw), until)
 
     def signals(self) -> dict[str, list[str]]:
-        return {name: seat.engine.signals for name, seat in self.seats.seats.items() if seat.engine.signals}
+        return {name: slot.engine.signals for name, slot in self.slots.slots.items() if slot.engine.signals}
 
     def calls(self) -> list[object]:
-        return [function for seat in self.seats.seats.values() for function, _ in seat.engine.called]
+        return [function for slot in self.slots.slots.values() for function, _ in slot.engine.called]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.place != "request"], ids=lambda kind: kind.name)
 def test_every_kind_acts_on_the_side_in_its_name(kind, monkeypatch: pytest.MonkeyPatch):
     visits: list[int] = []
-    monkeypatch.setattr(vandal, "vandalise", lambda host, port, rng: visits.append(port))
+    monkeypatch.setattr(noise, "send_noise", lambda host, port, rng: visits.append(port))
     rig = Rig()
     rig.strike(kind.name)
-    touched = {name[0] for name, seat in rig.seats.seats.items() if seat.engine.signals or seat.engine.called}
+    touched = {name[0] for name, slot in rig.slots.slots.items() if slot.engine.signals or slot.engine.called}
     assert touched or rig.bursts or visits
     assert kind.side is None or touched <= {kind.side}
     assert rig.struck == [kind.name]
@@ -65,26 +65,26 @@ def test_a_killed_engine_comes_back(name: str, same_id: bool):
     rig.strike(name)
     [(killed, signals)] = rig.signals().items()
     assert signals == ["kill"]
-    assert rig.seats[killed].leaving
-    rig.mischief.ended(rig.seats[killed])  # type: ignore[arg-type]
-    assert rig.mischief.outstanding == 1
-    rig.agenda.run_due(LATER)
-    assert rig.seats.replaced == [(killed, same_id)]
-    assert rig.mischief.outstanding == 0
+    assert rig.slots[killed].leaving
+    rig.engine_faults.ended(rig.slots[killed])  # type: ignore[arg-type]
+    assert rig.engine_faults.outstanding == 1
+    rig.schedule.run_due(LATER)
+    assert rig.slots.replaced == [(killed, same_id)]
+    assert rig.engine_faults.outstanding == 0
 
 
 def test_a_stopped_engine_continues_later():
     rig = Rig()
     rig.strike("stop-d")
-    assert rig.mischief.outstanding == 1
-    rig.agenda.run_due(LATER)
+    assert rig.engine_faults.outstanding == 1
+    rig.schedule.run_due(LATER)
     assert list(rig.signals().values()) == [["pause", "resume"]]
 
 
 def test_a_failed_shutdown_is_reported():
     rig = Rig()
     rig.strike("shutdown-p")
-    rig.agenda.run_due(LATER)
+    rig.schedule.run_due(LATER)
     assert len(rig.stuck) == 1
 
 
@@ -92,16 +92,16 @@ def test_held_writes_are_released_later():
     rig = Rig()
     rig.strike("stuck-handle")
     assert rig.calls() == [arm_posts]
-    rig.agenda.run_due(LATER)
+    rig.schedule.run_due(LATER)
     assert rig.calls() == [arm_posts, wirefaults.lift]
 
 
 def test_a_fault_is_not_lifted_on_a_restarted_engine():
     rig = Rig()
     rig.strike("stuck-handle")
-    for seat in rig.seats.seats.values():
-        seat.incarnation += 1
-    rig.agenda.run_due(LATER)
+    for slot in rig.slots.slots.values():
+        slot.incarnation += 1
+    rig.schedule.run_due(LATER)
     assert rig.calls() == [arm_posts]
 
 
@@ -112,9 +112,9 @@ def test_one_engine_of_a_side_is_disturbed_at_a_time():
     rig.strike("garbage-notes", draw=0.5)
     assert rig.struck == ["kill-p", "garbage-notes"]
     assert throw_garbage in rig.calls()
-    for seat in rig.seats.seats.values():
-        seat.leaving, seat.engine.ready = False, True
-    rig.agenda.run_due(LATER)
+    for slot in rig.slots.slots.values():
+        slot.leaving, slot.engine.ready = False, True
+    rig.schedule.run_due(LATER)
     assert rig.struck[-1] == "stop-p"
 
 
@@ -124,14 +124,14 @@ def test_idle_engines_are_not_killed():
     rig.strike("kill-p")
     assert rig.struck == []
     rig.idle = set()
-    rig.agenda.run_due(LATER)
+    rig.schedule.run_due(LATER)
     assert rig.struck == ["kill-p"]
 
 
 def test_a_fault_without_a_target_in_time_counts_as_skipped():
     rig = Rig()
-    for seat in rig.seats.seats.values():
-        seat.engine.ready = False
+    for slot in rig.slots.slots.values():
+        slot.engine.ready = False
     rig.strike("kill-p", until=0.0)
     assert (rig.struck, rig.skipped) == ([], ["kill-p"])
 
@@ -152,21 +152,21 @@ def test_garbage_is_distinguished_from_messages():
 
 
 def test_counts_add_up_over_the_processes_of_an_engine():
-    seats = FakeSeats("P1", "D1", "R")
+    slots = FakeSlots("P1", "D1", "R")
     totals: Counter[str] = Counter()
-    counting, answers = Counting(seats, totals), {"P1": {"err-handle": 2}, "D1": {}}  # type: ignore[arg-type]
+    counting, answers = Counting(slots, totals), {"P1": {"err-handle": 2}, "D1": {}}  # type: ignore[arg-type]
 
     def ask() -> None:
         counting.advance(LATER)
         counting._next_at = 0.0
 
     for name in ("P1", "D1"):
-        seats[name].engine.answers = answers[name]
+        slots[name].engine.answers = answers[name]
     ask()
     answers["P1"]["err-handle"] = 5
     ask()
-    seats["P1"].incarnation = 2
+    slots["P1"].incarnation = 2
     answers["P1"]["err-handle"] = 1
     ask()
     assert totals == {"err-handle": 6}
-    assert seats["R"].engine.called == []
+    assert slots["R"].engine.called == []

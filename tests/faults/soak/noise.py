@@ -12,18 +12,18 @@ import zmq
 TIMEOUT_S = 0.5
 
 
-def vandalise(host: str, port: int, rng: random.Random) -> None:
+def send_noise(host: str, port: int, rng: random.Random) -> None:
     """Send raw bytes that are no ZMTP, then ZMTP messages that are no handshake. Reads no answer."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), TIMEOUT_S) as raw:
         raw.sendall(rng.choice((rng.randbytes(64), b"GET / HTTP/1.1\r\n\r\n", b"\xff" + b"\0" * 8 + b"\x7f", b"")))
-    vandal: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    vandal.setsockopt(zmq.LINGER, 200)
-    vandal.setsockopt(zmq.SNDTIMEO, 200)
-    vandal.connect(f"tcp://{host}:{port}")
+    sender: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    sender.setsockopt(zmq.LINGER, 200)
+    sender.setsockopt(zmq.SNDTIMEO, 200)
+    sender.connect(f"tcp://{host}:{port}")
     with contextlib.suppress(zmq.ZMQError):
         for _ in range(rng.randint(1, 5)):
-            vandal.send_multipart(frames(rng))
-    vandal.close()
+            sender.send_multipart(frames(rng))
+    sender.close()
 
 
 def frames(rng: random.Random) -> list[bytes]:

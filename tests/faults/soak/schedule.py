@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 
 
-class Agenda:
+class Schedule:
     """Actions in order of time. Those of the same time run in the order of ``put``."""
 
     def __init__(self) -> None:

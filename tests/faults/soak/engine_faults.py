@@ -8,11 +8,11 @@ from collections.abc import Callable
 from functools import partial
 
 from tests.e2e import wirefaults
-from tests.faults.soak import scripted, vandal
-from tests.faults.soak.agenda import Agenda
+from tests.faults.soak import noise, scripted
+from tests.faults.soak.engine_slots import EngineSlot, EngineSlots
 from tests.faults.soak.kinds import Kind, Side
 from tests.faults.soak.plan import PlannedFault
-from tests.faults.soak.seats import Seat, Seats
+from tests.faults.soak.schedule import Schedule
 from tests.faults.soak.specs import PEER_TIMEOUT_S, WRITE_TIMEOUT_S
 
 RETRY_S = 0.2
@@ -25,7 +25,7 @@ BURST = 3
 OUR_MESSAGES = {"P": ("accepted", "fail", "cancelled", "pong"), "D": ("cancel", "ping")}
 
 
-class Mischief:
+class EngineFaults:
     """Injects faults and ends them. Calls ``struck`` or ``skipped`` for each.
 
     ``busy``: whether an engine has requests. The death of an engine without requests tests nothing.
@@ -34,15 +34,15 @@ class Mischief:
 
     def __init__(
         self,
-        seats: Seats,
-        agenda: Agenda,
+        slots: EngineSlots,
+        schedule: Schedule,
         struck: Callable[[str], None],
         skipped: Callable[[str], None],
-        busy: Callable[[Seat], bool],
+        busy: Callable[[EngineSlot], bool],
         burst: Callable[[int], None],
-        stuck: Callable[[Seat, str], None],
+        stuck: Callable[[EngineSlot, str], None],
     ) -> None:
-        self._seats, self._agenda = seats, agenda
+        self._slots, self._schedule = slots, schedule
         self._struck, self._skipped, self._busy, self._burst, self._stuck = struck, skipped, busy, burst, stuck
         self._restarts: dict[str, tuple[bool, float]] = {}
         self.outstanding = 0
@@ -52,53 +52,53 @@ class Mischief:
         rng = random.Random(fault.draw)
         sides: tuple[Side, ...] = (fault.kind.side,) if fault.kind.side else ("P", "D")
         side = rng.choice(sides)
-        calm = [seat for seat in self._seats.of(side) if seat.calm]
+        calm = [slot for slot in self._slots.of(side) if slot.calm]
         disturbs = fault.kind.place == "engine" and fault.kind.name != "preempt"
-        seat = rng.choice(calm) if calm else None
-        if seat is None or (disturbs and (len(calm) < len(self._seats.of(side)) or not self._busy(seat))):
+        slot = rng.choice(calm) if calm else None
+        if slot is None or (disturbs and (len(calm) < len(self._slots.of(side)) or not self._busy(slot))):
             at = time.monotonic() + RETRY_S
             if at > until:
                 self._skipped(fault.kind.name)
             else:
-                self._agenda.put(at, partial(self.strike, fault, until))
+                self._schedule.put(at, partial(self.strike, fault, until))
             return
-        self._inject(fault.kind, seat, rng)
+        self._inject(fault.kind, slot, rng)
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, slot: EngineSlot) -> None:
         """An engine ends by itself: restart it under its own id."""
-        seat.leaving = True
-        self._restarts.setdefault(seat.name, (True, 0.0))
+        slot.leaving = True
+        self._restarts.setdefault(slot.name, (True, 0.0))
 
-    def ended(self, seat: Seat) -> None:
+    def ended(self, slot: EngineSlot) -> None:
         """An engine has ended as planned: put another in its place after a while."""
-        same_id, after = self._restarts.pop(seat.name)
-        self._outlast(after, partial(self._seats.replace, seat.name, same_id=same_id))
+        same_id, after = self._restarts.pop(slot.name)
+        self._outlast(after, partial(self._slots.replace, slot.name, same_id=same_id))
 
-    def _inject(self, kind: Kind, seat: Seat, rng: random.Random) -> None:
+    def _inject(self, kind: Kind, slot: EngineSlot, rng: random.Random) -> None:
         self._struck(kind.name)
         match kind.name:
             case "kill-p" | "kill-d" | "kill-p-new" | "kill-d-new":
-                self._leave(seat, not kind.name.endswith("-new"), rng)
-                seat.engine.kill()
+                self._leave(slot, not kind.name.endswith("-new"), rng)
+                slot.engine.kill()
             case "shutdown-p" | "shutdown-d":
-                self._leave(seat, rng.random() < 0.5, rng)
-                seat.engine.shut_down()
-                self._outlast(SHUTDOWN_S, partial(self._must_have_ended, seat, seat.incarnation))
+                self._leave(slot, rng.random() < 0.5, rng)
+                slot.engine.shut_down()
+                self._outlast(SHUTDOWN_S, partial(self._must_have_ended, slot, slot.incarnation))
             case "stop-p" | "stop-d":
-                seat.engine.pause()
+                slot.engine.pause()
                 limit = PEER_TIMEOUT_S if kind.name == "stop-p" else WRITE_TIMEOUT_S
-                self._outlast(limit + rng.choice((*BEYOND_S, LONG_S)), partial(self._resume, seat, seat.incarnation))
+                self._outlast(limit + rng.choice((*BEYOND_S, LONG_S)), partial(self._resume, slot, slot.incarnation))
             case "preempt":
                 self._burst(BURST)
             case "garbage-port":
-                vandal.vandalise("127.0.0.1", seat.engine.port, rng)
+                noise.send_noise("127.0.0.1", slot.engine.port, rng)
             case "garbage-notes":
-                seat.engine.call(scripted.throw_garbage, rng.randint(1, 20), rng.random())
+                slot.engine.call(scripted.throw_garbage, rng.randint(1, 20), rng.random())
             case _:
-                self._arm(kind.name, seat, rng)
+                self._arm(kind.name, slot, rng)
 
-    def _arm(self, name: str, seat: Seat, rng: random.Random) -> None:
-        engine, count = seat.engine, rng.randint(1, 8)
+    def _arm(self, name: str, slot: EngineSlot, rng: random.Random) -> None:
+        engine, count = slot.engine, rng.randint(1, 8)
         match name:
             case "fail-post":
                 engine.call(scripted.arm_posts, name, "fail", rng.randrange(6), count)
@@ -106,7 +106,7 @@ class Mischief:
                 engine.call(scripted.arm_posts, name, "err", rng.randrange(6), count)
             case "stuck-handle":
                 engine.call(scripted.arm_posts, name, "hold", rng.randrange(6), count)
-                self._lift_after(seat, WRITE_TIMEOUT_S + rng.choice(BEYOND_S))
+                self._lift_after(slot, WRITE_TIMEOUT_S + rng.choice(BEYOND_S))
             case "fail-handshake":
                 engine.call(scripted.arm_handshakes, name, rng.randint(1, 3))
             case "dup-registration":
@@ -116,28 +116,28 @@ class Mischief:
                 for kind in rng.sample(OUR_MESSAGES[engine.spec.role], k=2):
                     engine.call(scripted.arm_messages, name, fault, kind, count)
                 if fault == "hold":
-                    self._lift_after(seat, rng.choice((0.2, 1.0, PEER_TIMEOUT_S + 1.0)))
+                    self._lift_after(slot, rng.choice((0.2, 1.0, PEER_TIMEOUT_S + 1.0)))
 
-    def _leave(self, seat: Seat, same_id: bool, rng: random.Random) -> None:
-        seat.leaving = True
-        self._restarts[seat.name] = (same_id, rng.choice(RESTART_S))
+    def _leave(self, slot: EngineSlot, same_id: bool, rng: random.Random) -> None:
+        slot.leaving = True
+        self._restarts[slot.name] = (same_id, rng.choice(RESTART_S))
 
-    def _lift_after(self, seat: Seat, seconds: float) -> None:
-        incarnation = seat.incarnation
+    def _lift_after(self, slot: EngineSlot, seconds: float) -> None:
+        incarnation = slot.incarnation
 
         def lift() -> None:
-            if seat.incarnation == incarnation and seat.engine.ready:
-                seat.engine.call(wirefaults.lift)
+            if slot.incarnation == incarnation and slot.engine.ready:
+                slot.engine.call(wirefaults.lift)
 
         self._outlast(seconds, lift)
 
-    def _resume(self, seat: Seat, incarnation: int) -> None:
-        if seat.incarnation == incarnation and seat.engine.paused:
-            seat.engine.resume()
+    def _resume(self, slot: EngineSlot, incarnation: int) -> None:
+        if slot.incarnation == incarnation and slot.engine.paused:
+            slot.engine.resume()
 
-    def _must_have_ended(self, seat: Seat, incarnation: int) -> None:
-        if seat.incarnation == incarnation and seat.leaving and not seat.engine.ended:
-            self._stuck(seat, f"did not shut down within {SHUTDOWN_S:.0f} s")
+    def _must_have_ended(self, slot: EngineSlot, incarnation: int) -> None:
+        if slot.incarnation == incarnation and slot.leaving and not slot.engine.ended:
+            self._stuck(slot, f"did not shut down within {SHUTDOWN_S:.0f} s")
 
     def _outlast(self, seconds: float, action: Callable[[], None]) -> None:
         """Call ``action`` later, even after the end of the round's load."""
@@ -147,4 +147,4 @@ class Mischief:
             self.outstanding -= 1
             action()
 
-        self._agenda.put(time.monotonic() + seconds, act)
+        self._schedule.put(time.monotonic() + seconds, act)

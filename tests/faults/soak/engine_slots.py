@@ -17,7 +17,7 @@ Maker = Callable[[str, int, pathlib.Path], Engine]
 
 
 @dataclasses.dataclass
-class Seat:
+class EngineSlot:
     """A place for one engine. ``leaving``: the soak itself ends the engine, so its death is no problem.
 
     ``usual_threads``: the present process's number of threads at its first idle moment.
@@ -43,71 +43,71 @@ class Seat:
         return self.usable and not self.engine.paused
 
 
-class Seats:
+class EngineSlots:
     """All engines. ``take_port`` hands out free ports. Each incarnation's logs have a folder of their own."""
 
     def __init__(self, engines: Mapping[str, Maker], scratch: pathlib.Path, take_port: Callable[[], int]) -> None:
         self._make, self._scratch, self._take_port = engines, scratch, take_port
-        self.seats = {name: Seat(self._start(name, f"{name}-1", take_port(), 1)) for name in engines}
+        self.slots = {name: EngineSlot(self._start(name, f"{name}-1", take_port(), 1)) for name in engines}
 
-    def __getitem__(self, name: str) -> Seat:
-        return self.seats[name]
+    def __getitem__(self, name: str) -> EngineSlot:
+        return self.slots[name]
 
-    def __iter__(self) -> Iterator[Seat]:
-        return iter(self.seats.values())
+    def __iter__(self) -> Iterator[EngineSlot]:
+        return iter(self.slots.values())
 
-    def of(self, side: Side) -> list[Seat]:
-        return [seat for seat in self if seat.engine.spec.role == side]
+    def of(self, side: Side) -> list[EngineSlot]:
+        return [slot for slot in self if slot.engine.spec.role == side]
 
     def usable(self, side: Side) -> list[str]:
-        return [seat.name for seat in self.of(side) if seat.usable]
+        return [slot.name for slot in self.of(side) if slot.usable]
 
     @property
     def all_calm(self) -> bool:
-        return all(seat.calm for seat in self)
+        return all(slot.calm for slot in self)
 
-    def wait(self, timeout: float) -> list[tuple[Seat, Event]]:
+    def wait(self, timeout: float) -> list[tuple[EngineSlot, Event]]:
         """Events of the next `timeout` seconds at most. A ready host gets its instruments first."""
-        there = [seat for seat in self if not seat.engine.ended]
-        wait([thing for seat in there for thing in (seat.engine.pipe, seat.engine.sentinel)], timeout)
-        happened: list[tuple[Seat, Event]] = []
-        for seat in there:
-            for event in seat.engine.events():
+        there = [slot for slot in self if not slot.engine.ended]
+        wait([thing for slot in there for thing in (slot.engine.pipe, slot.engine.sentinel)], timeout)
+        happened: list[tuple[EngineSlot, Event]] = []
+        for slot in there:
+            for event in slot.engine.events():
                 if isinstance(event, Ready):
-                    seat.engine.call(inhost.install)
-                happened.append((seat, event))
+                    slot.engine.call(inhost.install)
+                happened.append((slot, event))
         return happened
 
     def replace(self, name: str, *, same_id: bool) -> None:
         """Put a fresh engine in the place of an ended one: under the same id and port, or under new ones."""
-        seat = self.seats[name]
-        old = seat.engine
+        slot = self.slots[name]
+        old = slot.engine
         old.put_away()
-        seat.memories.append(old.memory)
-        seat.incarnation += 1
-        engine_id = old.engine_id if same_id else f"{name}-{seat.incarnation}"
-        seat.engine = self._start(name, engine_id, old.port if same_id else self._take_port(), seat.incarnation)
-        seat.leaving, seat.usual_threads = False, None
+        slot.memories.append(old.memory)
+        slot.incarnation += 1
+        engine_id = old.engine_id if same_id else f"{name}-{slot.incarnation}"
+        slot.engine = self._start(name, engine_id, old.port if same_id else self._take_port(), slot.incarnation)
+        slot.leaving, slot.usual_threads = False, None
 
     def memories(self, name: str) -> list[Memory]:
-        """The memory of every process of this seat."""
-        return [*self.seats[name].memories, self.seats[name].engine.memory]
+        """The memory of every process of this slot."""
+        return [*self.slots[name].memories, self.slots[name].engine.memory]
 
     def measure_memory(self, *, idle: bool = False) -> None:
-        for seat in self:
-            if not seat.engine.ended:
-                seat.engine.measure_memory(idle=idle and seat.calm)
+        for slot in self:
+            if not slot.engine.ended:
+                slot.engine.measure_memory(idle=idle and slot.calm)
 
     def close(self) -> None:
-        for seat in self:
-            if seat.engine.paused:
-                seat.engine.resume()
-            seat.engine.shut_down()
+        for slot in self:
+            if slot.engine.paused:
+                slot.engine.resume()
+            slot.engine.shut_down()
         deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and any(not seat.engine.ended for seat in self):
+        while time.monotonic() < deadline and any(not slot.engine.ended for slot in self):
             self.wait(0.1)
-        for seat in self:
-            seat.engine.put_away()
+        for slot in self:
+            slot.engine.put_away()
 
     def _start(self, name: str, engine_id: str, port: int, incarnation: int) -> Engine:
         return self._make[name](engine_id, port, self._scratch / f"{name}-{incarnation}")
