@@ -51,6 +51,7 @@ MODULES = (
     "vllm.entrypoints.launchers.app",
     "vllm.entrypoints.openai.api_server",
     "vllm.engine.arg_utils",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.llama",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.engine.async_llm",
@@ -78,8 +79,30 @@ def import_vllm() -> dict[str, str]:
     calm.register()
     for module in MODULES:
         importlib.import_module(module)
+    _set_up()
     assert len(os.listdir("/proc/self/task")) == 1, "forking a process with threads would deadlock"
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+def _set_up() -> None:
+    """Do once what every server would do again, and what goes through all objects: a child would copy their pages.
+
+    No garbage collection of a child visits the objects of the imports, not even at vLLM's shutdown.
+    """
+    import vllm.logger
+    import vllm.v1.engine.core
+    import vllm.v1.executor.multiproc_executor
+    from vllm.config.logging import LoggingConfig
+    from vllm.platforms import current_platform
+
+    vllm.logger.configure_logging(LoggingConfig())
+    for module in (vllm.v1.engine.core, vllm.v1.executor.multiproc_executor):
+        module.configure_logging = vllm.logger.configure_logging_if_needed
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = staticmethod(lambda: None)
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None
 
 
 class ForkServerError(RuntimeError):
@@ -149,8 +172,6 @@ def serve(path: str) -> None:
     """Listen at the Unix socket ``path`` until killed. Never returns. Ends with the process that started this one."""
     end_with_parent()
     import_vllm()
-    gc.collect()
-    gc.freeze()  # a collection in a child would copy every page
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path + ".new")

@@ -17,6 +17,7 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "VLLM_LOGGING_COLOR": "0",  # chosen before the fork, where the output may be a terminal
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # NIXL transfers Mamba layers in this layout only
 }
