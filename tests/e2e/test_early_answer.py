@@ -17,8 +17,6 @@ import pytest
 from bench.servers.engines import Engine, EngineGroup
 from bench.servers.interrupts import Interrupts
 from bench.servers.ports import PortAllocator
-from layerpush.apps.tracing.figures import read_pushes
-from layerpush.telemetry.trace_records import PushRecord
 from tests.e2e.proxyrig import (
     MODEL,
     WORDS,
@@ -143,19 +141,14 @@ def test_a_chat_is_answered_early(pair: Pair) -> None:
 def test_vllm_router_streams_layers_of_its_first_request(pair: Pair) -> None:
     """The router is sequential until it knows P."""
     subprocess.run([ROOT / "scripts" / "vllm-router"], check=True)
-    known = {push.request_id for push in read_pushes(pair.trace_dir)}
     prompt = words(TOKENS, seed=4)
     engines = {"10.0.0.1": pair.prefill.url, "10.0.0.2": pair.decode.url}
     with router(pair.scratch, pair.ports, "docs/routers.md", engines) as url:
         alone = GREEDY | {"extra_body": {"ignore_eos": True}}
-        said = client_of(url).completions.create(prompt=prompt, **alone).choices[0].text
-    assert said == pair.right(prompt)
-
-    def new() -> list[PushRecord]:
-        return [push for push in read_pushes(pair.trace_dir) if push.request_id not in known]
-
-    until(new, "its trace")
-    assert [(push.mode, push.fallback, push.outcome) for push in new()] == [("auto", None, "completed")]
+        answer = client_of(url).completions.create(prompt=prompt, **alone)
+    assert answer.choices[0].text == pair.right(prompt)
+    push = push_of(pair.trace_dir, answer.id)
+    assert (push.mode, push.fallback, push.outcome) == ("auto", None, "completed")
 
 
 WHOLE_ANSWERS: dict[str, dict[str, Any]] = {

@@ -11,13 +11,13 @@ import signal
 import subprocess
 import threading
 import urllib.request
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 import pytest
@@ -25,7 +25,6 @@ import pytest
 from bench.servers.engines import LOOPBACK, Engine, EngineGroup, no_proxy
 from bench.servers.interrupts import Interrupts
 from bench.servers.ports import PortAllocator
-from layerpush.apps.tracing.figures import read_pushes
 from layerpush.telemetry.trace_records import PushRecord
 from tests.e2e.docsrig import block
 from tests.e2e.proxyrig import (
@@ -39,6 +38,7 @@ from tests.e2e.proxyrig import (
     get,
     metric,
     model_with_tokenizer,
+    push_of,
     server_spec,
     until,
     words,
@@ -69,32 +69,37 @@ class Stack:
     decodes: list[Engine]
     start_prefill: Callable[[int, str], Engine]
 
-    def pushes(self, known: Collection[str] = ()) -> list[PushRecord]:
-        """All pushes except those of ``known`` requests."""
-        return [push for push in read_pushes(self.scratch / "trace") if push.request_id not in known]
+    def push(self, request_id: str) -> PushRecord:
+        """P's record of the push for the answer with this id."""
+        return push_of(self.scratch / "trace", request_id)
 
-    def known(self) -> set[str]:
-        """The requests that P has pushed so far."""
-        return {push.request_id for push in self.pushes()}
-
-    def text(self, prompt: str, *, chat: bool = False, stream: bool = False) -> str:
+    def answer(self, prompt: str, *, chat: bool = False, stream: bool = False) -> Answer:
         """The router's answer."""
-        return answer(client_of(self.url), prompt, chat=chat, stream=stream)
+        return ask(client_of(self.url), prompt, chat=chat, stream=stream)
 
     def right(self, prompt: str, *, chat: bool = False) -> str:
         """The plain engine's answer."""
-        return answer(client_of(self.plain.url), prompt, chat=chat, stream=False)
+        return ask(client_of(self.plain.url), prompt, chat=chat).text
 
 
-def answer(client: openai.OpenAI, prompt: str, *, chat: bool, stream: bool) -> str:
+class Answer(NamedTuple):
+    """``id`` begins the ids of P's and of D's request."""
+
+    text: str
+    id: str
+
+
+def ask(client: openai.OpenAI, prompt: str, *, chat: bool = False, stream: bool = False) -> Answer:
     if chat:
         messages: Any = [{"role": "user", "content": prompt}]
         said: Any = client.chat.completions.create(messages=messages, stream=stream, **GREEDY)
-        if stream:
-            return "".join(event.choices[0].delta.content or "" for event in said if event.choices)
-        return str(said.choices[0].message.content)
+        if not stream:
+            return Answer(str(said.choices[0].message.content), said.id)
+        events = list(said)
+        return Answer("".join(each.choices[0].delta.content or "" for each in events if each.choices), events[0].id)
     said = client.completions.create(prompt=prompt, stream=stream, **GREEDY)
-    return "".join(event.choices[0].text for event in said) if stream else str(said.choices[0].text)
+    events = list(said) if stream else [said]
+    return Answer("".join(each.choices[0].text for each in events), events[0].id)
 
 
 @contextlib.contextmanager
@@ -195,7 +200,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         with router(scratch, ports, "docs/deployment.md", engines) as url:
             running = Stack(url, scratch, ports, plain, prefills, decodes, start_prefill)
             for seed in range(8):  # the router learns each P's identity, and each P connects to each D
-                running.text(words(40, seed=seed))
+                running.answer(words(40, seed=seed))
             yield running
 
 
@@ -204,12 +209,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
 def test_layers_stream(stack: Stack, chat: bool, stream: bool) -> None:
     """Once the router knows P, it asks P and D at the same time."""
-    known = stack.known()
+    pushes = []
     for seed in range(2):  # one for each P
         prompt = words(TOKENS, seed=100 + seed + 2 * stream + 4 * chat)
-        assert stack.text(prompt, chat=chat, stream=stream) == stack.right(prompt, chat=chat)
-    until(lambda: len(stack.pushes(known)) == 2, "traces of both pushes")
-    pushes = stack.pushes(known)
+        answer = stack.answer(prompt, chat=chat, stream=stream)
+        assert answer.text == stack.right(prompt, chat=chat)
+        pushes.append(stack.push(answer.id))
     assert {(push.mode, push.fallback, push.outcome) for push in pushes} == {("auto", None, "completed")}
     assert {push.engine_id for push in pushes} == {engine.name for engine in stack.prefills}
 
@@ -225,7 +230,7 @@ def test_answers_begin_with_ps_token(stack: Stack) -> None:
 
     def another() -> bool:
         prompt = words(100, seed=next(seeds))
-        assert stack.text(prompt) == stack.right(prompt)
+        assert stack.answer(prompt).text == stack.right(prompt)
         return origins("prefill") > before
 
     until(another, "a token of P is in time")
@@ -260,12 +265,12 @@ def test_a_prefill_engine_refuses(stack: Stack) -> None:
             client = client_of(url)
             assert REGISTRATION_TIMEOUT_S < DEADLINE_S / 2  # the client's deadline
             first, then = words(100, seed=300), words(100, seed=301)
-            assert answer(client, first, chat=False, stream=False) == stack.right(first)  # now the router knows P
+            assert ask(client, first).text == stack.right(first)  # now the router knows P
             known = metric(d.url, "vllm:layerpush_loads_total")
             with ThreadPoolExecutor() as pool:
                 assert list(pool.map(lambda refusal: status(client, refusal), (400, 500, 503))) == [400, 500, 500]
             until(lambda: metric(d.url, "vllm:layerpush_loads_total") == known + 3, "D has given up all three")
-            assert answer(client, then, chat=False, stream=False) == stack.right(then)
+            assert ask(client, then).text == stack.right(then)
 
 
 @patient
@@ -277,7 +282,7 @@ def test_layers_of_ray_serves_requests_stream(
     p, d, is_chat = stack.prefills[1], stack.decodes[1], kind is Chat
     monkeypatch.setenv(HOST, LOOPBACK.host)
     monkeypatch.setenv(PORT, str(p.side_channel_port))
-    prompt, known = words(TOKENS, seed=400 + is_chat), stack.known()
+    prompt = words(TOKENS, seed=400 + is_chat)
     content = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
     client = kind(**content, max_tokens=GREEDY["max_tokens"], min_tokens=GREEDY["max_tokens"], request_id="a client's")
     with ray_in_place() as ours:
@@ -288,7 +293,7 @@ def test_layers_of_ray_serves_requests_stream(
         to_p = backend.prepare_prefill_request(request=client, peer=peer)
         to_d = backend.prepare_decode_request(request=client, peer=peer, prefill_response=None)
 
-    def ask(engine: Engine, shaped: Completion) -> dict[str, Any]:
+    def send(engine: Engine, shaped: Completion) -> dict[str, Any]:
         body = shaped.model_dump(exclude={"prompt"} if is_chat else {}, exclude_none=True)
         body |= {"model": MODEL, "temperature": 0, "ignore_eos": True}
         path = "/v1/chat/completions" if is_chat else "/v1/completions"
@@ -296,12 +301,11 @@ def test_layers_of_ray_serves_requests_stream(
         return json.loads(post(engine.url + path, json.dumps(body).encode(), headers)[1])["choices"][0]
 
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(ask, p, to_p)
-        choice = ask(d, to_d)
+        asked = pool.submit(send, p, to_p)
+        choice = send(d, to_d)
         asked.result()
     assert (choice["message"]["content"] if is_chat else choice["text"]) == stack.right(prompt, chat=is_chat)
-    until(lambda: stack.pushes(known), "the push's trace")
-    (push,) = stack.pushes(known)
+    push = stack.push(to_p.request_id)
     assert (push.engine_id, push.mode, push.fallback, push.outcome) == (p.name, "auto", None, "completed")
 
 
@@ -313,12 +317,16 @@ def test_a_prefill_engine_dies_and_comes_back(stack: Stack) -> None:
     until(lambda: not dead.members(), "P is gone")
     stack.prefills[0] = stack.start_prefill(0, dead.name)
     until(stack.prefills[0].is_ready, "P is back", START_TIMEOUT_S)
-    known = stack.known()
+    seeds = iter(range(700, 800))
 
     def is_served() -> bool:
-        prompt = words(300, seed=200 + len(stack.pushes(known)))
-        with contextlib.suppress(openai.APIError):
-            assert stack.text(prompt) == stack.right(prompt)
-        return {push.engine_id for push in stack.pushes(known) if push.outcome == "completed"} >= {dead.name}
+        prompt = words(300, seed=next(seeds))
+        try:
+            answer = stack.answer(prompt)
+        except openai.APIError:
+            return False
+        assert answer.text == stack.right(prompt)
+        push = stack.push(answer.id)
+        return (push.engine_id, push.outcome) == (dead.name, "completed")
 
     until(is_served, "the P that came back pushes again")
