@@ -1,4 +1,4 @@
-"""`layerpush files`: the manifests fit the proxy, the connector and each other."""
+"""`layerpush files`: the manifests fit the router, the connector and each other."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "layerpush/apps/files"
 KUBERNETES = "1.33"
 DEPLOYMENTS = ("kubernetes/prefill.yaml", "kubernetes/decode.yaml", "llm-d/decode.yaml")
-PROXY = "kubernetes/proxy.yaml"
+ROUTER = "kubernetes/router.yaml"
 COPIES = 3
-"""The proxy's body of a request, and those that it sends to P and to D."""
+"""The router's body of a request, and those that it sends to P and to D."""
 
 
 def of_kind(name: str, kind: str) -> dict[str, Any]:
@@ -197,22 +197,44 @@ def test_each_deployment_configures_its_engine(name: str) -> None:
 
 
 def test_names_and_ports_of_the_manifests_match() -> None:
-    arguments = engine("kubernetes/proxy.yaml")["args"]
+    arguments = engine(ROUTER)["args"]
+    assert "--service-discovery-port=8000" in arguments
     for role in ("prefill", "decode"):
-        service = of_kind(f"kubernetes/{role}.yaml", "Service")
-        assert service["spec"]["clusterIP"] == "None"  # so the name resolves to the address of each pod
-        assert f"--{role}=dns://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}" in arguments
+        first = arguments.index(f"--{role}-selector") + 1
+        labels = pod(f"kubernetes/{role}.yaml")["metadata"]["labels"]
+        for selector in (arguments[first : first + 2], [f"app.kubernetes.io/component={role}"]):
+            assert dict(each.split("=") for each in selector).items() <= labels.items()
         assert of_kind(f"kubernetes/{role}.yaml", "Deployment")["spec"]["replicas"] > 1
-    for name in (*DEPLOYMENTS, "kubernetes/proxy.yaml"):
+    assert of_kind(ROUTER, "Service")["spec"]["selector"].items() <= pod(ROUTER)["metadata"]["labels"].items()
+    for name in (*DEPLOYMENTS, ROUTER):
         labels = pod(name)["metadata"]["labels"]
-        assert of_kind(name, "Service")["spec"]["selector"].items() <= labels.items()
         assert of_kind(name, "Deployment")["spec"]["selector"]["matchLabels"].items() <= labels.items()
 
 
-@pytest.mark.parametrize("name", [*DEPLOYMENTS, PROXY])
+def test_the_router_may_read_pods_of_its_namespace_and_nothing_else() -> None:
+    """Only its pods have a token of the API server."""
+    (rule,) = of_kind(ROUTER, "Role")["rules"]
+    assert rule == {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+    binding, account = of_kind(ROUTER, "RoleBinding"), of_kind(ROUTER, "ServiceAccount")
+    name = account["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": name}]
+    assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == (
+        "Role",
+        of_kind(ROUTER, "Role")["metadata"]["name"],
+    )
+    assert pod(ROUTER)["spec"]["serviceAccountName"] == name
+    assert account["automountServiceAccountToken"] is False
+    container = engine(ROUTER)
+    assert "--service-discovery-namespace=$(POD_NAMESPACE)" in container["args"]
+    (variable,) = container["env"]
+    assert (variable["name"], variable["valueFrom"]["fieldRef"]["fieldPath"]) == ("POD_NAMESPACE", "metadata.namespace")
+
+
+@pytest.mark.parametrize("name", [*DEPLOYMENTS, ROUTER])
 def test_no_pod_has_more_rights_than_it_needs(name: str) -> None:
     spec = pod(name)["spec"]
-    assert spec["automountServiceAccountToken"] is False
+    assert spec["automountServiceAccountToken"] is (name == ROUTER)
+    assert ("serviceAccountName" in spec) == (name == ROUTER)
     assert not spec.keys() & {"hostNetwork", "hostIPC", "hostPID"}
     security = spec["securityContext"]
     assert security["runAsNonRoot"] is True
@@ -224,11 +246,11 @@ def test_no_pod_has_more_rights_than_it_needs(name: str) -> None:
         assert not own.keys() & {"privileged", "runAsUser", "runAsNonRoot", "seccompProfile"}
         resources = container["resources"]
         assert size(resources["requests"]["memory"]) <= size(resources["limits"]["memory"])
-        if "proxy" in container["image"] and "llm-d" not in container["image"]:
+        if container["name"] in ("metrics", "router"):
             assert own["readOnlyRootFilesystem"] is True
 
 
-@pytest.mark.parametrize("name", [*DEPLOYMENTS, PROXY])
+@pytest.mark.parametrize("name", [*DEPLOYMENTS, ROUTER])
 def test_pods_run_as_the_user_of_our_images(name: str) -> None:
     security = pod(name)["spec"]["securityContext"]
     for path in (ROOT / "docker").iterdir():
@@ -243,9 +265,11 @@ def test_the_memory_of_an_engine_has_room_for_its_shared_memory() -> None:
         assert size(shm["sizeLimit"]) < size(engine(name)["resources"]["requests"]["memory"])
 
 
-def test_the_memory_of_the_proxy_has_room_for_all_bodies() -> None:
-    container = engine(PROXY)
-    given = dict(word.removeprefix("--").split("=") for word in container["args"])
+def test_the_memory_of_the_router_has_room_for_all_bodies() -> None:
+    container = engine(ROUTER)
+    given = dict(
+        word.removeprefix("--").split("=") for word in container["args"] if word.startswith("--") and "=" in word
+    )
     requests = int(given["max-concurrent-requests"]) + int(given["queue-size"])
     bodies = COPIES * requests * int(given["max-payload-size"])
     assert bodies + size("512Mi") <= size(container["resources"]["limits"]["memory"])
@@ -259,10 +283,10 @@ def test_a_sidecar_serves_the_metrics_of_its_engine(name: str) -> None:
     assert sidecar["restartPolicy"] == "Always"  # else it would be one that must end before the engine starts
     assert sidecar["command"] == ["layerpush", "metrics"]
     assert sidecar["args"] == [f"--engine=http://127.0.0.1:{http}", "--host=0.0.0.0", f"--port={port}"]
-    assert sidecar["image"] == engine(PROXY)["image"]
+    assert sidecar["image"].startswith("layerpush-proxy:")
 
 
-@pytest.mark.parametrize("name", [*DEPLOYMENTS, PROXY])
+@pytest.mark.parametrize("name", [*DEPLOYMENTS, ROUTER])
 def test_our_programs_accept_their_arguments(name: str) -> None:
     for container in containers(name):
         words = [*container.get("command", ()), *container["args"]]

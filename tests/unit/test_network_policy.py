@@ -1,4 +1,4 @@
-"""Access to each port of P, D and proxy by the NetworkPolicies of the manifests, under the rules of Kubernetes."""
+"""Access to each port of P, D and router by the NetworkPolicies of the manifests, under the rules of Kubernetes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ Labels = Mapping[str, str]
 Way = Literal["ingress", "egress"]
 HERE, MONITORING, SYSTEM, ELSEWHERE = "serving", "monitoring", "kube-system", "other"
 HTTP, METRICS, BEHIND_THE_SIDECAR, SIDE_CHANNEL, UCX, DNS, HTTPS = 8000, 8001, 8200, 5600, 41234, 53, 443
+ROUTER_METRICS = 29000
+API_SERVER = (443, 6443)
 PEER = {"ingress": "from", "egress": "to"}
 PLAIN, WITH_LLM_D = MANIFESTS, (*MANIFESTS, "llm-d/decode.yaml")
 
@@ -99,7 +101,7 @@ def connects(names: Sequence[str], source: Pod, target: Pod, port: int) -> bool:
     return allows(names, "egress", source, target, port) and admits(names, source, target, port)
 
 
-P, D, PROXY = (component(role) for role in ("prefill", "decode", "proxy"))
+P, D, ROUTER = (component(role) for role in ("prefill", "decode", "router"))
 PROMETHEUS = Pod(namespace=MONITORING)
 GATEWAY = Pod({"gateway.networking.k8s.io/gateway-name": "inference"})
 EPPS = [Pod({label: "pool-epp"}) for label in ("inferencepool", "llm-d-router-gateway", "llm-d-router-standalone")]
@@ -107,13 +109,13 @@ EPPS = [Pod({label: "pool-epp"}) for label in ("inferencepool", "llm-d-router-ga
 
 @pytest.mark.parametrize("names", [PLAIN, WITH_LLM_D], ids=["plain", "llm-d"])
 @pytest.mark.parametrize("target", [P, D], ids=["P", "D"])
-def test_engines_reach_each_other_and_the_proxy_reaches_their_servers(names: Sequence[str], target: Pod) -> None:
+def test_engines_reach_each_other_and_the_router_reaches_their_servers(names: Sequence[str], target: Pod) -> None:
     for port in (HTTP, METRICS, SIDE_CHANNEL, UCX):
         assert connects(names, P, target, port)
         assert connects(names, D, target, port)
-        assert connects(names, PROXY, target, port) == (port == HTTP)
+        assert connects(names, ROUTER, target, port) == (port == HTTP)
         assert not admits(names, Pod(), target, port)
-        assert not admits(names, Pod(PROXY.labels, ELSEWHERE), target, port)
+        assert not admits(names, Pod(ROUTER.labels, ELSEWHERE), target, port)
 
 
 @pytest.mark.parametrize("names", [PLAIN, WITH_LLM_D], ids=["plain", "llm-d"])
@@ -133,17 +135,21 @@ def test_an_engine_reaches_engines_dns_and_the_public_hosts_of_models_only(sourc
         )
         for address in ("10.1.2.3", "169.254.169.254", "192.168.0.1", "172.16.0.1", "100.64.0.1"):
             assert not allows(PLAIN, "egress", source, Pod(address=address, namespace=ELSEWHERE), port)
-        assert not allows(PLAIN, "egress", source, PROXY, port)
+        assert not allows(PLAIN, "egress", source, ROUTER, port)
 
 
-def test_the_proxy_has_one_port_and_reaches_engines_and_dns_only() -> None:
-    for port in (HTTP, METRICS, SIDE_CHANNEL, UCX, DNS, HTTPS):
+def test_the_router_reaches_engines_dns_and_the_api_server() -> None:
+    """No manifest can know the address of the API server. So the router may reach its ports at all addresses."""
+    for port in (HTTP, METRICS, SIDE_CHANNEL, UCX, DNS, HTTPS, ROUTER_METRICS):
         for source in (Pod(), PROMETHEUS, Pod(namespace=ELSEWHERE)):
-            assert admits(PLAIN, source, PROXY, port) == (port == HTTP)
+            of_prometheus = source == PROMETHEUS and port == ROUTER_METRICS
+            assert admits(PLAIN, source, ROUTER, port) == (port == HTTP or of_prometheus)
         for engine in (P, D):
-            assert allows(PLAIN, "egress", PROXY, engine, port) == (port == HTTP)
-        assert allows(PLAIN, "egress", PROXY, Pod(namespace=SYSTEM), port) == (port == DNS)
-        assert not allows(PLAIN, "egress", PROXY, Pod(address="93.184.216.34", namespace=ELSEWHERE), port)
+            assert allows(PLAIN, "egress", ROUTER, engine, port) == (port == HTTP or port in API_SERVER)
+            assert connects(PLAIN, ROUTER, engine, port) == (port == HTTP)
+        assert allows(PLAIN, "egress", ROUTER, Pod(namespace=SYSTEM), port) == (port == DNS or port in API_SERVER)
+    outside = Pod(address="10.96.0.1", namespace=ELSEWHERE)
+    assert [port for port in range(1, 1 << 16) if allows(PLAIN, "egress", ROUTER, outside, port)] == [*API_SERVER]
 
 
 @pytest.mark.parametrize("source", [GATEWAY, *EPPS], ids=lambda pod: next(iter(pod.labels)))
@@ -157,7 +163,7 @@ def test_llm_ds_gateway_and_epp_reach_the_servers_only(source: Pod, target: Pod)
 
 
 @pytest.mark.parametrize(
-    "manifest", ["kubernetes/prefill.yaml", "kubernetes/decode.yaml", "kubernetes/proxy.yaml", "llm-d/decode.yaml"]
+    "manifest", ["kubernetes/prefill.yaml", "kubernetes/decode.yaml", "kubernetes/router.yaml", "llm-d/decode.yaml"]
 )
 def test_prometheus_reaches_the_port_of_one_pod_monitor(manifest: str) -> None:
     (deployment,) = documents([manifest], "Deployment")

@@ -533,13 +533,20 @@ DOCKERFILES = sorted((ROOT / "docker").iterdir())
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
 def test_pip_accepts_the_commands_of_a_dockerfile(dockerfile: Path, built: Built, tmp_path: Path) -> None:
-    """pip resolves them against the environment of the tests, which has all but vLLM's CUDA build, and installs
-    nothing.
+    """pip resolves them against the environment of the tests, and installs nothing. That environment lacks vLLM's CUDA
+    build and vLLM's router.
     """
     places = {"/src/layerpush": str(built.sdist)} | {f"/src/{name}": str(REQUIREMENTS / name) for name in LOCKS}
     lacking = tmp_path / "cuda.lock"  # the environment lacks nixl-cu12
     lacking.write_text(re.sub(r"nixl-cu12==(.*\\\n)+.*\n", "", (REQUIREMENTS / "cuda.lock").read_text()))
     places["/src/cuda.lock"] = str(lacking)
+    router = tmp_path / "vllm-router.lock"
+    here = {name: version for name, (version, _) in entries("cpu.lock").items()}
+    wanted = re.findall(r"^(\S+)==(\S+)((?: \\\n.*)+)", (REQUIREMENTS / router.name).read_text(), re.MULTILINE)
+    router.write_text(
+        "\n".join(f"{name}=={version}{rest}" for name, version, rest in wanted if here.get(name) == version)
+    )
+    places[f"/src/{router.name}"] = str(router)
     commands = [words[3:] for words in run_lines(dockerfile) if words[1:3] == ["-m", "pip"]]
     assert commands
     for words in commands:

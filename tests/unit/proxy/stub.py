@@ -48,7 +48,10 @@ class Seen:
 class Stub:
     """One engine. ``faults`` are taken by one request each, in order; ``hold`` keeps requests from being answered."""
 
-    def __init__(self, network: Network, role: Literal["prefill", "decode"], engine_id: str) -> None:
+    def __init__(
+        self, network: Network, role: Literal["prefill", "decode"], engine_id: str, host: str = "127.0.0.1"
+    ) -> None:
+        self.host = host
         self.network = network
         self.role = role
         self.engine_id = engine_id
@@ -80,7 +83,7 @@ class Stub:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
@@ -90,7 +93,7 @@ class Stub:
         app.router.add_post("/v1/chat/completions", self._generate)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True, backlog=1024)
+        site = web.TCPSite(self._runner, self.host, self.port, reuse_address=True, backlog=1024)
         await site.start()
         self.port = self._runner.addresses[0][1]
         self.network.engines.add(self.engine_id)
