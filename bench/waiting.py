@@ -27,7 +27,6 @@ from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.wire import Registration
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
-from layerpush.decode.unpacking import NoUnpacking
 from layerpush.engine.unreported_aborts import UnreportedAborts
 from layerpush.engine.worker.dispatch import Dispatcher
 from layerpush.engine.worker.guard import Guard
@@ -100,9 +99,9 @@ class Rank:
         steps = self.steps
         registrations = Registrations(self.pushes, connections, quiet, errors, str, lambda: steps.steps, 60.0)
         peers = PrefillPeers("D", connections, PeerWatch(PEER_TIMEOUT_S), quiet.probe, quiet, recorder)
-        self.loads = Loads("D", 1, PEER_TIMEOUT_S, peers, quiet, NoUnpacking(), errors, recorder)
+        self.loads = Loads("D", 1, PEER_TIMEOUT_S, peers, quiet, errors, recorder)
         idle = IdleConnections("D", connections, quiet.probe, lambda: {"P"}, lambda _: False, float)
-        dispatcher = Dispatcher(quiet, registrations, self.loads, idle, quiet.any, quiet.any, errors, quiet.any)
+        dispatcher = Dispatcher(quiet, registrations, self.loads, idle, quiet.any, errors, quiet.any)
         guard = Guard(self.pushes.fail)
         self.writer = WriterThread(
             quiet, guard, self.waker, lag, connections, idle, dispatcher, self.pushes, registrations, self.loads,

@@ -45,8 +45,8 @@ class Reach:
         self._staging = TensorStaging(layout, self.cache.slots, end.ring)
         packer = Packer(end.transport, layout, self._staging, block_bytes)
         copy_s, byte_s = self._staging.copy_costs()
-        costs = Costs(gather_s=byte_s, scatter_s=byte_s, copy_s=copy_s)
-        self.strategy = None if packing == "off" else PackingStrategy(packer, layout, packing, costs)
+        costs = Costs(gather_s=byte_s, copy_s=copy_s)
+        self.strategy = None if packing == "off" else PackingStrategy(packer, packing, costs)
 
     @property
     def ring_is_free(self) -> bool:

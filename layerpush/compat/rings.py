@@ -7,9 +7,6 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
-from layerpush.core.wire import Window
-from layerpush.transport.packing.memory import PIECE_BYTES
-
 
 def register_ring(worker: NixlPushConnectorWorker, base: int, size: int, device: int) -> None:
     """Register a ring of ``size`` bytes with NIXL, before the KV cache: a handshake describes both to a peer.
@@ -23,23 +20,11 @@ def register_ring(worker: NixlPushConnectorWorker, base: int, size: int, device:
 
 def own_ring(worker: NixlPushConnectorWorker, base: int, size: int, element: int) -> Any:
     """NIXL's prepared list of our ring: descriptors of ``element`` bytes each, without a remainder at the end."""
-    return _prepared(worker, "NIXL_INIT_AGENT", base, size, element, worker.device_id)
-
-
-def peer_ring(worker: NixlPushConnectorWorker, agent: str, window: Window) -> Any:
-    """NIXL's prepared list of a decode rank's ring: descriptors of ``PIECE_BYTES`` each.
-
-    Raises NIXL's errors, for example if the rank has not registered that memory.
-    """
-    return _prepared(worker, agent, window.ring, window.ring_size, PIECE_BYTES, window.device)
+    # NIXL's strided form: one row of address, bytes, device, stride and count
+    rows = np.asarray([[base, element, worker.device_id, element, size // element]], dtype=np.uint64)
+    return worker.nixl_wrapper.prep_xfer_dlist("NIXL_INIT_AGENT", rows, worker.nixl_memory_type)
 
 
 def release_ring(worker: NixlPushConnectorWorker, handle: Any) -> None:
     """Release a prepared list."""
     worker.nixl_wrapper.release_dlist_handle(handle)
-
-
-def _prepared(worker: NixlPushConnectorWorker, agent: str, base: int, size: int, element: int, device: int) -> Any:
-    # NIXL's strided form: one row of address, bytes, device, stride and count
-    rows = np.asarray([[base, element, device, element, size // element]], dtype=np.uint64)
-    return worker.nixl_wrapper.prep_xfer_dlist(agent, rows, worker.nixl_memory_type)

@@ -11,12 +11,12 @@ import msgspec
 from msgspec import Meta
 
 from layerpush.core.hosts import MAX_HOST_CHARS, HostError, check_entry
-from layerpush.core.wire import MAX_RING_BYTES
 
 CONNECTOR_NAME = "LayerwisePushConnector"
 """layerpush's `kv_connector` in a `--kv-transfer-config`."""
 PushMode = Literal["auto", "layer", "chunk", "request"]
 """How the KV cache of a request leaves P: just in time, layer by layer, chunk by chunk, or whole after prefill."""
+MAX_STAGING_BYTES = 1 << 30
 
 # Keys of kv_connector_extra_config that vLLM 0.32's NIXL connectors read: passed through, not checked.
 UPSTREAM_KEYS = frozenset(
@@ -63,17 +63,17 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(ge=0, description="Push prompts with fewer tokens than this whole, after prefill."),
     ] = 0
     packing: Annotated[
-        Literal["auto", "off", "gather", "packed"],
+        Literal["auto", "off", "gather"],
         Meta(
             description='Copy scattered blocks together before the WRITE. `"auto"`: if the estimate says that it is '
-            'faster. `"off"`: never. `"gather"`: always, on P. `"packed"`: always, on P, and D unpacks them.'
+            'faster. `"off"`: never. `"gather"`: always.'
         ),
     ] = "auto"
     staging_bytes: Annotated[
-        Annotated[int, Meta(ge=0, le=MAX_RING_BYTES)] | None,
+        Annotated[int, Meta(ge=0, le=MAX_STAGING_BYTES)] | None,
         Meta(
-            description="Bytes of staging memory per worker for packing; `0`: no packing. `null`: 64 MiB on a GPU. "
-            "On a CPU 1 MiB, and 8 times the bytes of a layer of `max_num_batched_tokens` tokens, from 64 to 512 MiB."
+            description="Bytes of staging memory per worker of P; `0`: no packing. `null`: 64 MiB on a GPU. "
+            "On a CPU 8 times the bytes of a layer of `max_num_batched_tokens` tokens, from 64 to 512 MiB."
         ),
     ] = None
     trace_dir: Annotated[

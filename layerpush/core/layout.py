@@ -7,7 +7,6 @@ sizes are enough to address a WRITE.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,13 +99,6 @@ class CacheLayout:
             * sum(self.regions[slot].block_bytes for slot in layer.slots)
             for layer in self.layers
         )
-
-    @cached_property
-    def digest(self) -> str:
-        """A digest of the form of packed blocks: layers, slots and block sizes. 32 hexadecimal digits."""
-        layers = [(layer.group, layer.slots) for layer in self.layers]
-        sizes = [region.block_bytes for region in self.regions]
-        return hashlib.blake2b(repr((layers, sizes, self.kernel_blocks_per_block)).encode(), digest_size=16).hexdigest()
 
     @cached_property
     def region_blocks(self) -> tuple[int, ...]:

@@ -34,14 +34,13 @@ PEER_PREFIX = b"LAYERPUSH:"
 MAX_REGISTRATION_BYTES = 4 << 20
 MAX_HEARTBEAT_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 17
-"""Of every other message: an ``Unpack`` may have 4,096 parts of 26 bytes."""
+"""Of every other message: a ``Queued`` may have 16 names of 4 KiB."""
 MAX_BLOCKS = 1 << 20
 MAX_GROUPS = 1024
 MAX_HEARTBEAT_IDS = 1 << 16
 MAX_ID_CHARS = 1024
 MAX_REASON_CHARS = 1000
 MAX_RANK_DIGITS = 6
-MAX_PARTS = 4096
 MAX_COMPUTED = 16
 MAX_PARAMETERS = 64
 MAX_PARAMETER_CHARS = 64
@@ -49,8 +48,6 @@ MAX_ACKNOWLEDGED = 4096
 MAX_PORT = 65535
 MAX_TP_SIZE = 1024
 MAX_CONTACT_BYTES = 1 << 16
-MAX_RING_BYTES = 1 << 30
-"""Bounds a table on P: it has one entry for each piece of D's ring."""
 NULL_BLOCK = 0
 """vLLM's placeholder in block tables: it holds no request's KV and is never sent."""
 
@@ -81,20 +78,6 @@ class WireError(ValueError):
     """A message is invalid. The text gives the reason, in one line that is safe to log."""
 
 
-class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a decode rank's staging ring for the packed blocks of one request: bytes ``[offset, offset + size)`` of
-    ``ring_size`` at address ``ring`` on ``device``. ``layout`` is the digest of the rank's cache layout.
-    """
-
-    rank: Annotated[int, Meta(ge=0, le=MAX_TP_SIZE - 1)]
-    ring: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    ring_size: Annotated[int, Meta(ge=1, le=MAX_RING_BYTES)]
-    device: Annotated[int, Meta(ge=0, le=2**16)]
-    offset: Annotated[int, Meta(ge=0, le=MAX_RING_BYTES)]
-    size: Annotated[int, Meta(ge=1, le=MAX_RING_BYTES)]
-    layout: Name
-
-
 class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Asks a prefill worker to push one request's blocks into these blocks of a decode worker.
 
@@ -102,14 +85,12 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     uncached blocks only, in token order. ``layerpush`` is the newest version of our messages that the worker speaks,
     0 if none; ``prefill_request_id`` is the prefill engine's id of the request, if the worker knows it;
     ``transfer_id`` is the name that a router gave the transfer on both engines, if any;
-    ``prompt_digest`` distinguishes prompts of requests with the same base id. ``window`` is the rank's staging memory
-    for packed blocks, None if the worker does not unpack. ``sampling`` asks for a ``FirstToken``: it is the
-    digest of the request's sampling parameters, None if the worker does not ask. ``parameters`` has the name and a
-    digest of each that is not vLLM's default: so the prefill worker can name those that differ. ``contact`` is the
-    address of the worker's NIXL agent: the prefill worker can report a failure there although no handshake with the
-    decode engine succeeds. ``attempt`` counts the registrations of one request, from
-    0: it is registered again after an ``Unregister``. ``acknowledges``: the worker
-    answers a ``Landed`` with ``Acknowledged``.
+    ``prompt_digest`` distinguishes prompts of requests with the same base id. ``sampling`` asks for a ``FirstToken``:
+    it is the digest of the request's sampling parameters, None if the worker does not ask. ``parameters`` has the name
+    and a digest of each that is not vLLM's default: so the prefill worker can name those that differ. ``contact`` is
+    the address of the worker's NIXL agent: the prefill worker can report a failure there although no handshake with the
+    decode engine succeeds. ``attempt`` counts the registrations of one request, from 0: it is registered again after an
+    ``Unregister``. ``acknowledges``: the worker answers a ``Landed`` with ``Acknowledged``.
     """
 
     request_id: RequestId
@@ -122,7 +103,6 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prefill_request_id: RequestId | None = None
     transfer_id: Name | None = None
     prompt_digest: Name | None = None
-    window: Window | None = None
     sampling: Name | None = None
     parameters: Parameters = ()
     contact: Contact | None = None
@@ -141,10 +121,10 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def fingerprint(self) -> bytes:
-        """A digest of 16 bytes of all but ``window`` and ``contact``: equal for the registrations of all ranks of one
+        """A digest of 16 bytes of all but ``contact``: equal for the registrations of all ranks of one
         request.
         """
-        common = msgspec.structs.replace(self, window=None, contact=None)
+        common = msgspec.structs.replace(self, contact=None)
         return hashlib.blake2b(msgspec.msgpack.encode(common), digest_size=16).digest()
 
 
@@ -284,40 +264,6 @@ class Pong(_PeerMessage, frozen=True):
     number: Count
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks ``[first, end)`` of the registered blocks of KV cache group ``group``, in layers
-    ``[first_layer, end_layer)``. They are packed as kernel blocks: layer by layer, in a layer region by region, in a
-    region block by block.
-    """
-
-    first_layer: Block
-    end_layer: Block
-    group: Block
-    first: Block
-    end: Block
-
-
-Parts = Annotated[tuple[Part, ...], Meta(min_length=1, max_length=MAX_PARTS)]
-
-
-class Unpack(_PeerMessage, frozen=True):
-    """P has written ``parts``, one after the other, into the request's window, from byte ``offset`` of the ring on. P
-    repeats the message until ``Unpacked`` arrives. Only a D that offered a window gets it.
-    """
-
-    request_id: RequestId
-    number: Count
-    offset: Count
-    parts: Parts
-
-
-class Unpacked(_PeerMessage, frozen=True):
-    """P may write these bytes of the window again. ``done``: D has copied their blocks into its KV cache."""
-
-    number: Count
-    done: bool
-
-
 class Landed(_PeerMessage, frozen=True):
     """The WRITE that carries this message is in D's memory: NIXL holds the message back until then. ``notification`` is
     another message that goes with the WRITE, if any. Only a D that acknowledges WRITEs gets it.
@@ -351,8 +297,6 @@ PeerMessage = (
     | Decline
     | Ping
     | Pong
-    | Unpack
-    | Unpacked
     | Landed
     | HasLanded
     | Acknowledged

@@ -24,11 +24,6 @@ class Segment:
     target: tuple[int, ...]
     skipped: int = 0
 
-    @property
-    def is_gapless(self) -> bool:
-        """Whether each of these blocks is to be written: none is a null block on either side."""
-        return len(self.source) == self.end - self.first
-
 
 @dataclass(frozen=True, slots=True)
 class Write:

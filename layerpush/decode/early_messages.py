@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from layerpush.core.bounded_index import BoundedIndex
-from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, FirstToken, Queued, Unpack, Unregistered
+from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, FirstToken, Queued, Unregistered
 
 KEPT_S = 30.0
 KEPT = 65536
 KEPT_BYTES = 64 << 20
 
-LoadMessage = Accepted | FirstToken | Fail | Cancelled | Completion | Queued | Unpack | Unregistered
+LoadMessage = Accepted | FirstToken | Fail | Cancelled | Completion | Queued | Unregistered
 """The messages of prefill ranks about loads."""
 
 

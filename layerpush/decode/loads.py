@@ -10,7 +10,6 @@ Ownership:
 - ``Load`` owns the session of one request, its record, and its completions. It performs the session's actions.
 - ``PrefillPeers`` knows the agents: which of them live, and which are layerpush ranks.
 - ``Outcomes`` owns the outcomes that are still to be reported to the engine.
-- ``Unpacking`` owns the windows that were offered to prefill ranks. On a rank without staging memory it does nothing.
 
 The writer thread calls everything here, but for ``engines_in_use`` and ``len``. ``register``, ``abort`` and
 ``time_out`` are tasks from the main thread; messages come from ``worker.dispatch``. ``tick`` follows every round of
@@ -26,8 +25,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec.structs import replace
-
 from layerpush.core.wire import (
     Cancelled,
     Completion,
@@ -35,10 +32,7 @@ from layerpush.core.wire import (
     FirstToken,
     Queued,
     Registration,
-    Unpack,
     Unregistered,
-    WireError,
-    encode,
     encode_registration,
 )
 from layerpush.decode.deadlines import Deadlines
@@ -48,14 +42,13 @@ from layerpush.decode.load_protocol import Aborted, Event, GaveWay, State, Tick,
 from layerpush.decode.load_session import LoadSession
 from layerpush.decode.outcomes import LoadHost, Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
-from layerpush.decode.unpacking import Unpacking
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import Address
 
 OUTCOME_POLL_S = 1e-3
-"""Nothing reports the end of unpacking, or that vLLM's main thread knows a request by now."""
+"""Nothing reports that vLLM's main thread knows a request by now."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -72,7 +65,6 @@ class Loads:
         cancel_timeout_s: float,
         peers: PrefillPeers,
         host: LoadHost,
-        unpacking: Unpacking,
         peer_errors: PeerErrors,
         recorder: Recorder,
     ) -> None:
@@ -80,12 +72,11 @@ class Loads:
         self._engine_id = engine_id
         self._world_size = world_size
         self._cancel_timeout_s = cancel_timeout_s
-        self._unpacking = unpacking
         self._peer_errors = peer_errors
         self._open: dict[str, Load] = {}
         self._deadlines = Deadlines()
         self._early = EarlyMessages()
-        self._outcomes = Outcomes(host, unpacking, recorder)
+        self._outcomes = Outcomes(host, recorder)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -98,13 +89,12 @@ class Loads:
     @property
     def is_waiting(self) -> bool:
         """Whether notifications may come that must not wait: the writer polls for them more often."""
-        return bool(self._open or self._early or self._outcomes or self._unpacking.is_busy)
+        return bool(self._open or self._early or self._outcomes)
 
     def next_due(self, now: float) -> float | None:
         """When ``tick`` has something to do, unless a message or an event comes first; None: not before."""
-        polled = self._outcomes or self._unpacking.is_busy
         times = (
-            now + OUTCOME_POLL_S if polled else None,
+            now + OUTCOME_POLL_S if self._outcomes else None,
             self._deadlines.soonest,
             self.peers.next_due(now),
             self._early.expires_at,
@@ -121,13 +111,7 @@ class Loads:
                 request_id, "an earlier request of the same id still has blocks that somebody may write to", now
             )
             return
-        if (address.tp_size, address.pp_size) == (self._world_size, 1):
-            registration = replace(registration, window=self._unpacking.offer(request_id))
-        try:
-            payload = encode_registration(registration, **extra)
-        except WireError:
-            self._unpacking.close(request_id)
-            raise
+        payload = encode_registration(registration, **extra)
         record = self._record(request_id, now)
         record.prefill_request_id, record.prefill_engine_id = registration.prefill_request_id, address.engine_id
         record.blocks = registration.blocks
@@ -161,22 +145,16 @@ class Loads:
         self.peers.on_message(sender, now, identified=not isinstance(message, Completion))
         self._on_message(sender, message, payload, now)
 
-    def on_invisible(self, sender: str, message: Completion | Unpack, payload: bytes, reason: str, now: float) -> None:
-        """The bytes that a message announces have landed, but this device may not see them: nothing may read them.
-
-        An ``Unpack`` is refused, which fails the push. A completion fails the load: its sender writes no more.
+    def on_invisible(self, sender: str, message: Completion, payload: bytes, reason: str, now: float) -> None:
+        """The bytes of a completed push have landed, but this device may not see them: nothing may read them. The load
+        fails; the completion's sender writes no more.
         """
-        self.peers.on_message(sender, now, identified=isinstance(message, Unpack))
-        if isinstance(message, Unpack):
-            self._unpack(sender, message, None, now)
-        else:
-            self._on_message(sender, Fail(message.request_id, 0, reason, drained=True), payload, now)
+        self.peers.on_message(sender, now, identified=False)
+        self._on_message(sender, Fail(message.request_id, 0, reason, drained=True), payload, now)
 
     def _on_message(self, sender: str, message: LoadMessage, payload: bytes, now: float) -> None:
         load = self._open.get(message.request_id)
-        if load is None and isinstance(message, Unpack):
-            self._unpack(sender, message, None, now)
-        elif load is None or load.session.state is State.REGISTERING:
+        if load is None or load.session.state is State.REGISTERING:
             if load is None and isinstance(message, FirstToken):
                 return  # the load is over, so its token is of no use
             if not isinstance(message, Cancelled | Queued | Unregistered):
@@ -184,8 +162,6 @@ class Loads:
         elif sender not in load.session.agents:
             text = f"agent {sender} reports on {message.request_id}, which is not registered with it"
             self._peer_errors.add("foreign word", text, now)
-        elif isinstance(message, Unpack):
-            self._unpack(sender, message, load, now)
         elif isinstance(message, FirstToken) and load.registration.sampling is None:
             text = f"agent {sender} sends a first token for {message.request_id}, which has not asked for it"
             self._peer_errors.add("foreign word", text, now)
@@ -205,9 +181,6 @@ class Loads:
             for request_id, load in list(self._open.items()):
                 if agent in load.session.agents:
                     self._handle(request_id, event, now)
-        for answer in self._unpacking.ended():
-            if answer.message is not None:  # if it is lost, the prefill rank asks again
-                self.peers.connections.notify(answer.agent, encode(answer.message))
         self._dropped(self._early.expire(now), now)
         self._outcomes.tick(now)
 
@@ -238,19 +211,7 @@ class Loads:
         self._deadlines.set(load.session.request_id, load.session.next_due(now))
         if load.session.state is State.CLOSED:
             del self._open[load.session.request_id]
-            self._unpacking.close(load.session.request_id)
             self.peers.remove(load.address.engine_id, load.session.agents)
-
-    def _unpack(self, sender: str, message: Unpack, load: Load | None, now: float) -> None:
-        """Scatter the blocks that an agent has packed. Answers when they are copied, or at once to refuse them."""
-        may_write = load is not None and sender in load.session.open_agents
-        answer = self._unpacking.on_message(sender, message, load.registration if load and may_write else None)
-        if answer.error is not None:
-            self._peer_errors.add("unpack", answer.error, now)
-        if answer.message is not None and load is not None:
-            self.peers.send(load.address.engine_id, sender, answer.message, now)
-        elif answer.message is not None:
-            self.peers.connections.notify(sender, encode(answer.message))
 
     def _record(self, request_id: str, now: float) -> LoadRecord:
         return LoadRecord(request_id=request_id, engine_id=self._engine_id, t_awaited=now)

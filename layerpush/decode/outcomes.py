@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from layerpush.core.first_token import Missing
 from layerpush.core.wire import Decline
-from layerpush.decode.unpacking import Unpacking
 from layerpush.telemetry.metrics.catalog import LOAD, LOADS
 from layerpush.telemetry.metrics.recorder import Ending, Recorder
 from layerpush.telemetry.trace_records import LoadRecord
@@ -73,11 +72,10 @@ class _Report:
 
 
 class Outcomes:
-    """An outcome is reported when the engine knows the request, and when nothing is being unpacked for it."""
+    """An outcome is reported when the engine knows the request."""
 
-    def __init__(self, host: LoadHost, unpacking: Unpacking, recorder: Recorder) -> None:
+    def __init__(self, host: LoadHost, recorder: Recorder) -> None:
         self._host = host
-        self._unpacking = unpacking
         self._recorder = recorder
         self._reports: deque[_Report] = deque()
 
@@ -123,8 +121,6 @@ class Outcomes:
 
     def _deliver(self, report: _Report, now: float) -> bool:
         request_id, record = report.record.request_id, report.record
-        if self._unpacking.is_unpacking(request_id):
-            return False
         if report.clears:
             self._host.cleared(request_id)
             return True

@@ -79,8 +79,8 @@ class Host(Protocol):
     """The worker, as far as pushes use it. Writer thread."""
 
     def connect(self, push: Push, registration: Registration) -> Link | None:
-        """The link to a decode engine, with its window for this request, if it offers one. None while a handshake
-        runs: ``Push.handshake_ended`` follows. If the handshake has just ended, it is called before the return.
+        """The link to a decode engine. None while a handshake runs: ``Push.handshake_ended`` follows. If the handshake
+        has just ended, it is called before the return.
 
         Raises ``PeerRefusedError``. Any exception ends the push.
         """

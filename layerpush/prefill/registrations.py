@@ -5,9 +5,9 @@ answered at once. If there is no such request yet, the registration is kept. It 
 ``unknown_timeout_s`` seconds and the engine's scheduler still has no such request, or for ``OTHER_PROMPT_S`` seconds if
 every request of its name has another prompt.
 
-Every rank of a decode engine sends an equal registration, but for the window that it offers. The first to come counts
-for all. If a registration comes from an agent that is no connected rank of its engine, the engine was restarted, or
-another engine uses its name. It is held until the side channel of the connected engine has answered.
+Every rank of a decode engine sends an equal registration, but for its contact. The first to come counts for all. If a
+registration comes from an agent that is no connected rank of its engine, the engine was restarted, or another engine
+uses its name. It is held until the side channel of the connected engine has answered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -39,7 +39,6 @@ from layerpush.core.wire import (
     Registration,
     Unregister,
     Unregistered,
-    Window,
     one_line,
 )
 from layerpush.prefill.arrivals import Arrivals
@@ -79,21 +78,21 @@ OTHER_PROMPT = "the prefill engine's request of this id has another prompt"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Registered:
-    """A registration's fingerprint, and the windows that the ranks of the decode engine offered with it.
+    """A registration's fingerprint, and the agents that sent it: ranks of the decode engine.
 
     ``accepted``: it was answered over a connection, or one that is being made.
     """
 
     fingerprint: bytes
     attempt: int
-    windows: Mapping[str, Window | None]
+    senders: frozenset[str]
     accepted: bool = False
 
-    def also(self, sender: str, window: Window | None) -> _Registered:
-        """A copy with another rank's window added; the first of each rank counts, and of the first ranks only."""
-        if len(self.windows) >= MAX_TP_SIZE:
+    def also(self, sender: str) -> _Registered:
+        """A copy with another sender; the first ranks count only."""
+        if len(self.senders) >= MAX_TP_SIZE:
             return self
-        return dataclasses.replace(self, windows={sender: window, **self.windows})
+        return dataclasses.replace(self, senders=self.senders | {sender})
 
     def is_equal(self, registration: Registration) -> bool:
         return self.fingerprint == registration.fingerprint
@@ -196,7 +195,7 @@ class Registrations:
         """A decode engine cancels a registration: it wants the blocks back."""
         key, engine_id = message.key, message.decode_engine_id
         registered, agents = self._senders.get(key), self._connections.agents(engine_id)
-        if registered is not None and sender not in registered.windows and sender not in agents:
+        if registered is not None and sender not in registered.senders and sender not in agents:
             self._peer_errors.add("foreign cancel", f"agent {sender} cancels {message.request_id}, not its own", now)
             return
         if self.peers.closing(engine_id) is not None:
@@ -218,7 +217,7 @@ class Registrations:
         registered = self._senders.get(key)
         if (
             registered is not None
-            and sender not in registered.windows
+            and sender not in registered.senders
             and sender not in self._connections.agents(engine_id)
         ):
             text = f"agent {sender} unregisters {message.request_id}, not its own"
@@ -315,15 +314,8 @@ class Registrations:
         agents = set(self._connections.agents(registration.decode_engine_id))
         registered = self._senders.get(registration.key)
         return (
-            registered is not None and registered.is_equal(registration) and not agents.isdisjoint(registered.windows)
+            registered is not None and registered.is_equal(registration) and not agents.isdisjoint(registered.senders)
         )
-
-    def window(self, registration: Registration, agent: str) -> Window | None:
-        """The window that this agent offered with its registration; each rank has a ring of its own."""
-        registered = self._senders.get(registration.key)
-        if registered is None or not registered.is_equal(registration):
-            return None
-        return registered.windows.get(agent)
 
     def report_failure(self, report: ReportFailure, now: float) -> None:
         """Send the decode engine a push's failure: no completion will come."""
@@ -452,7 +444,7 @@ class Registrations:
 
     def _note_unwanted(self, named: Named, now: float) -> None:
         if isinstance(named, Registration):
-            named = replace(named, local_block_ids=(), window=None, contact=None)
+            named = replace(named, local_block_ids=(), contact=None)
         self._unwanted.drop([named.key])
         self._unwanted.add(named, [named.key, *self._names.keys(named)], now)
 
@@ -516,7 +508,7 @@ class Registrations:
         key = registration.key
         registered = self._senders.get(key)
         if registered is not None and registered.is_equal(registration):
-            self._senders.note(key, registered.also(sender, registration.window), self._is_live)
+            self._senders.note(key, registered.also(sender), self._is_live)
             return True
         if registered is not None and registration.attempt < registered.attempt:
             return False  # the decode engine has taken it back
@@ -530,7 +522,7 @@ class Registrations:
             self._pending.drop(key)
             self._answers.pop(key, None)
             self._served.pop(key, None)
-        first = _Registered(registration.fingerprint, registration.attempt, {sender: registration.window})
+        first = _Registered(registration.fingerprint, registration.attempt, frozenset({sender}))
         self._senders.note(key, first, self._is_live)
         return True
 

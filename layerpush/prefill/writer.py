@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from layerpush.core.config import PushMode
@@ -90,7 +90,6 @@ class PushWriter:
         self._step_events = step_events
         self._host = host
         self._trace = trace
-        self._strategy = strategy
         self._writes = Writes(transport, layout, strategy)
         self._layer_groups = tuple(layer.group for layer in layout.layers)
         self._layer_interval = LayerInterval()
@@ -125,8 +124,6 @@ class PushWriter:
         """Take the events of the forward pass, poll WRITEs, post ready layers."""
         self._take_step_events()
         self._poll()
-        if self._strategy is not None:
-            self._strategy.turn(quiet=not self._pushes)
         step = {push.request_id for push, _ in self._step}
         self._schedule.decide(self._pushes.streaming.values(), step, len(self._step_layers), time.perf_counter())
         looked_at = self._held | self._pushes.take_eventful()
@@ -301,9 +298,7 @@ class PushWriter:
     def _writes_due(self, now: float) -> float | None:
         """When to poll WRITEs. Those of the running step may wait, unless a push may go on as soon as one has ended."""
         if not self._pushes.in_flight:
-            strategy = self._strategy
-            busy = strategy is not None and (strategy.engines_in_flight if self._pushes else strategy.is_busy)
-            return now + WRITE_POLL_S if busy else None
+            return None
         computed = {push.request_id for push, _ in self._step}
         if len(self._step_layers) == len(self._layer_groups) or any(
             push.request_id not in computed or any(transfer.needs_polling for transfer in push.transfers)
@@ -367,13 +362,10 @@ class PushWriter:
         push = self._pushes.get(request_id) or self._open(request_id, streams=False)
         push.adopt(transfer, decode_engine_id, decode_request_id)
 
-    def drain(self, seconds: float, listen: Callable[[], None] = lambda: None) -> int:
-        """Wait for the WRITEs on the wire, for shutdown. ``listen`` takes the answers of decode ranks that unpack.
-        Returns the number of WRITEs that are still on the wire.
-        """
+    def drain(self, seconds: float) -> int:
+        """Wait for the WRITEs on the wire, for shutdown. Returns the number of WRITEs that are still on the wire."""
         deadline = time.perf_counter() + seconds
         while self._pushes.in_flight and time.perf_counter() < deadline:
-            listen()
             self._poll()
             time.sleep(WRITE_POLL_S)
         left = [transfer for push in self._pushes.values() for transfer in push.transfers]
@@ -407,8 +399,7 @@ class PushWriter:
     @property
     def engines_in_flight(self) -> set[str]:
         """Decode engines that a WRITE is on its way to."""
-        timed = set() if self._strategy is None else self._strategy.engines_in_flight
-        return timed | {
+        return {
             push.record.decode_engine_id
             for push in self._pushes.in_flight.values()
             if push.record.decode_engine_id is not None

@@ -56,7 +56,7 @@ class ChunkRecord(msgspec.Struct):
 class WriteRecord(msgspec.Struct):
     """One posted WRITE. ``layers`` and ``chunks`` are the first and the last index; ``bytes`` went to ``remote_rank``.
 
-    ``plan`` is "direct", "gathered" or "packed". NIXL merges its descriptors into ``runs`` contiguous ones.
+    ``plan`` is "direct" or "gathered". NIXL merges its descriptors into ``runs`` contiguous ones.
     ``estimate_s`` is the estimated time in seconds, from ``t_planned`` on. Where packing is off, ``runs``,
     ``estimate_s`` and ``t_planned`` are None.
     """

@@ -7,7 +7,7 @@ that WRITE.
 
 So each WRITE carries a ``Landed`` with a number of its own, and the peer answers ``Acknowledged`` as soon as it gets
 that. ``poll`` returns ``LANDED`` after the answer. Then everything that the callers build on it holds as over UCX: the
-completion, the end of an epoch, the report that a push has drained, the request to unpack.
+completion, the end of an epoch, the report that a push has drained.
 
 No WRITE goes without a ``Landed``. The target counts parts by a number of 16 bits, and forgets the count of a WRITE
 only with its notification: the count of a WRITE without one would be added to that of a later WRITE.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 from layerpush.core.layout import BlockIds, CacheLayout, descriptor_ids, descriptor_offsets
 from layerpush.core.write import Write
 from layerpush.transport.base import DescriptorIds, Route
-
-if TYPE_CHECKING:
-    from layerpush.transport.packing.packer import PushWindow
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class Link:
     ``region_blocks`` are its regions' sizes in kernel blocks. ``share`` is the part of each of our blocks that one
     route carries: 1, or one over the number of decode ranks that split our heads. ``refusal`` is the reason why its
     blocks cannot be written layer by layer, None if they can. ``gathered`` is the route from our staging ring into its
-    cache, if there is one; ``window`` is the part of its own ring that it offers to one request, if it unpacks.
+    cache, if there is one.
     """
 
     engine_id: str
@@ -34,12 +31,6 @@ class Link:
     share: float = 1.0
     refusal: str | None = None
     gathered: Route | None = None
-    window: PushWindow | None = None
-
-    @property
-    def can_stage(self) -> bool:
-        """Whether a WRITE may go through staging memory."""
-        return self.gathered is not None or self.window is not None
 
 
 class _Blocks(NamedTuple):

@@ -9,8 +9,8 @@ A push owns its transfers. It polls each until it has landed or failed, and then
 A ``Transfer`` goes straight from cache to cache. A ``StagedWrite`` (``transport.packing.packer``) is a transfer that
 goes through staging memory. Both have ``poll``, ``halt`` and ``release``: a push treats them alike.
 
-A worker with staging memory has a ``PackingStrategy``. It decides whether a WRITE is staged, and may post it in parts;
-each is a transfer. It never makes a WRITE wait.
+A worker with staging memory has a ``PackingStrategy``. It decides whether a WRITE is staged. It never makes a WRITE
+wait.
 
 Rules:
 
@@ -82,28 +82,23 @@ class Writes:
         return bool(self._unreleased)
 
     def post(self, write: Write, link: Link) -> Iterator[Transfer]:
-        """Post ``write`` to one rank of ``link`` after the other; a WRITE that moves no blocks is posted to none. The
-        strategy may split it into several transfers to one rank.
+        """Post ``write`` to one rank of ``link`` after the other; a WRITE that moves no blocks is posted to none.
 
         After an exception nothing of the transfer whose turn it was is on the wire. Raises ``LookupError`` for a block
         that one side does not have, ``TransportError``, or another error.
         """
-        whole = self._planner.descriptors(write, link)
-        strategy = self._strategy if link.can_stage else None
-        for route in link.routes if len(whole[0]) else ():
-            parts = [write] if strategy is None else strategy.split(write, link, whole)
-            for part in parts:
-                local, remote = whole if len(parts) == 1 else self._planner.descriptors(part, link)
-                record = _record(part, route.remote_rank, len(local), int(part.size * link.share))
-                transfer: Transfer | None = None
-                if strategy is not None:
-                    transfer = strategy.begin(part, link, (local, remote), record)
-                if transfer is None:
-                    handle = self._transport.post_write(route, local, remote)
-                    record.t_posted = time.perf_counter()
-                    transfer = Transfer(self._transport, record, handle)
-                transfer.write = write.id
-                yield transfer
+        local, remote = self._planner.descriptors(write, link)
+        for route in link.routes if len(local) else ():
+            record = _record(write, route.remote_rank, len(local), int(write.size * link.share))
+            transfer: Transfer | None = None
+            if self._strategy is not None and link.gathered is not None:
+                transfer = self._strategy.begin(write, link.gathered, (local, remote), record)
+            if transfer is None:
+                handle = self._transport.post_write(route, local, remote)
+                record.t_posted = time.perf_counter()
+                transfer = Transfer(self._transport, record, handle)
+            transfer.write = write.id
+            yield transfer
 
     def release(self, transfer: Transfer) -> None:
         """Release a WRITE that has ended, now or with ``release_leftovers``."""

@@ -12,7 +12,6 @@ from layerpush.prefill import arrivals, decode_peers, pending_registrations, reg
 from layerpush.telemetry import peer_errors, spans, trace_file
 from layerpush.telemetry.metrics import endings, tally
 from layerpush.transport import acknowledged, connections, nixl
-from layerpush.transport.packing import unpacker
 from scripts.docgen.tables import table
 
 _FORGOTTEN, _DROPPED, _NO_ANSWER = "the oldest is forgotten", "dropped, logged", "counts as no answer"
@@ -31,10 +30,8 @@ MESSAGES = (
     ("blocks of a registration", wire.MAX_BLOCKS, "", _DROPPED),
     ("KV cache groups of a registration", wire.MAX_GROUPS, "", _DROPPED),
     ("ids of a heartbeat", wire.MAX_HEARTBEAT_IDS, "", _DROPPED),
-    ("parts of an `Unpack`", wire.MAX_PARTS, "", _DROPPED),
     ("numbers of an `Acknowledged`", wire.MAX_ACKNOWLEDGED, "", _DROPPED),
     ("a registration's `contact`", wire.MAX_CONTACT_BYTES, "bytes", _DROPPED),
-    ("a staging ring", wire.MAX_RING_BYTES, "bytes", _DROPPED),
     ("sampling parameters of a registration", wire.MAX_PARAMETERS, "", _DROPPED),
     ("a `Fail`'s reason", wire.MAX_REASON_CHARS, "characters", "cut"),
     ("a handshake query", side_channel.MAX_QUERY_BYTES, "bytes", "the connection is closed, logged"),
@@ -201,8 +198,6 @@ TABLES = (
         early_messages.KEPT_S,
         _DROPPED,
     ),
-    ("D", "answers to `Unpack`, for each agent", unpacker.ANSWERS_KEPT, unpacker.ANSWERS_BYTES, None, _FORGOTTEN),
-    ("D", "agents that got such answers", unpacker.AGENTS_KEPT, unpacker.AGENTS_BYTES, None, _FORGOTTEN),
     (
         "D",
         "WRITEs of an agent that have landed, not over UCX",

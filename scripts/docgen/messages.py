@@ -27,8 +27,6 @@ OURS: dict[type[msgspec.Struct], str] = {
     wire.Decline: FROM_D,
     wire.Ping: FROM_D,
     wire.Pong: FROM_P,
-    wire.Unpack: FROM_P,
-    wire.Unpacked: FROM_D,
     wire.Landed: FROM_P,
     wire.HasLanded: FROM_P,
     wire.Acknowledged: FROM_D,

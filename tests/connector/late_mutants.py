@@ -93,11 +93,6 @@ def a_gather_is_over_once_it_has_begun(patch: Patch) -> None:
     patch.setattr(tensor_memory._StreamCopy, "is_over", lambda _: True)
 
 
-@mutant("packed")
-def a_scatter_is_over_once_it_has_begun(patch: Patch) -> None:
-    patch.setattr(tensor_memory._StreamCopy, "is_over", lambda _: True)
-
-
 @mutant("gathered")
 def a_gather_runs_on_another_stream_than_its_events(patch: Patch) -> None:
     gather = TensorStaging.gather

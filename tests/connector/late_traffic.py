@@ -49,7 +49,6 @@ PLACES = {
     "drafter without hooks": Place(hooks=(), drafted=(NAMES[-1],), late_registrations=False),
     "microbatches": Place(microbatches=2),
     "gathered": Place(extra={"granularity": "layer", "packing": "gather", "staging_bytes": 16 << 20}),
-    "packed": Place(extra={"granularity": "layer", "packing": "packed", "staging_bytes": 16 << 20}),
 }
 
 
@@ -63,11 +62,10 @@ class LateTraffic:
     def __init__(self, build: Callable[..., Any], patch: pytest.MonkeyPatch, place: Place, seed: int) -> None:
         self._place, self._draw = place, random.Random(seed)
         ours, theirs = SimulatedStream(), SimulatedStream()
-        simulate_device(patch, gathers=ours, scatters=theirs)
+        simulate_device(patch, gathers=ours)
         own = {"hooks": place.hooks, "drafted": place.drafted, "microbatches": place.microbatches}
         self.p: LateEngine = self._built(build, "kv_producer", place.extra, ours, **own)
-        staging = {name: place.extra[name] for name in ("packing", "staging_bytes") if name in place.extra}
-        self.d: LateEngine = self._built(build, "kv_consumer", staging, theirs)
+        self.d: LateEngine = self._built(build, "kv_consumer", {}, theirs)
         self.preempted = 0
 
     def _built(
@@ -142,10 +140,10 @@ def copy_late(
     (stream or model).put(partial(copy, *args, max_programs=max_programs))
 
 
-def simulate_device(patch: pytest.MonkeyPatch, *, gathers: SimulatedStream, scatters: SimulatedStream) -> None:
+def simulate_device(patch: pytest.MonkeyPatch, *, gathers: SimulatedStream) -> None:
     """Fences and copies are those of a GPU; the memory and the streams behind them are the host's.
 
-    A copy that names no stream runs on ``gathers`` or ``scatters``, behind the model.
+    A copy that names no stream runs on ``gathers``, behind the model.
     """
     on_host = packing.staging_memory
     patch.setattr(worker, "device_of", lambda _: DEVICE)
@@ -154,5 +152,4 @@ def simulate_device(patch: pytest.MonkeyPatch, *, gathers: SimulatedStream, scat
     patch.setattr(tensor_memory, "copy_stream", lambda _: CopyStream())
     patch.setattr(torch.cuda, "Event", SimulatedEvent)
     patch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    for name, model in (("gather_blocks", gathers), ("scatter_blocks", scatters)):
-        patch.setattr(tensor_memory, name, partial(copy_late, getattr(tensor_memory, name), model))
+    patch.setattr(tensor_memory, "gather_blocks", partial(copy_late, tensor_memory.gather_blocks, gathers))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,21 +14,16 @@ import torch
 from bench.forward.models import MODELS
 from layerpush.compat.cache_layout import layer_bytes
 from layerpush.core.config import LayerPushConfig
-from layerpush.core.wire import Window
 from layerpush.engine.worker import packing
 from layerpush.engine.worker.packing import ALLOCATED_BYTES, WorkerPacking, default_bytes
-from layerpush.transport.base import Route, WriteState
+from layerpush.transport.base import Route
 from layerpush.transport.link import Link
 from layerpush.transport.packing import tensor_memory
-from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.tensor_memory import TensorStaging
 from tests.unit.builders import layout_of
 
 BLOCKS, BLOCK_BYTES = 64, 256
 LAYOUT = layout_of([0, 0], BLOCKS, BLOCK_BYTES)
-OFFER = Window(
-    rank=0, ring=1 << 40, ring_size=256 * PIECE_BYTES, device=0, offset=0, size=PIECE_BYTES, layout=LAYOUT.digest
-)
 
 
 class Nixl:
@@ -70,24 +64,8 @@ class Nixl:
         self._called("release_dlist_handle")
 
 
-class Wire:
-    """WRITEs that do not end."""
-
-    def __init__(self, nixl: Nixl) -> None:
-        self.nixl = nixl
-
-    def post_write(self, *_: Any) -> str:
-        return "a WRITE"
-
-    def poll(self, _: Any) -> WriteState:
-        return WriteState.PENDING
-
-    def release(self, handle: Any) -> None:
-        self.nixl.released.append(handle)
-
-
 class Place:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, prefills: bool = True, **config: Any) -> None:
         self.nixl = Nixl()
         self.worker = SimpleNamespace(
             nixl_wrapper=self.nixl,
@@ -98,7 +76,8 @@ class Place:
             use_host_buffer=False,
             kv_cache_config=SimpleNamespace(kv_cache_groups=[], transfer_groups=[]),
             _registered_descs=[],
-            transport=Wire(self.nixl),
+            transport=None,
+            vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(is_kv_producer=prefills)),
         )
         self.caches = {name: torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8) for name in ("0", "1")}
         monkeypatch.setattr(packing, "has_states", lambda _: False)
@@ -115,36 +94,32 @@ class Place:
         return self.staging.strategy is not None
 
 
-def test_memory_is_registered_and_windows_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(monkeypatch)
     staging = place.start()
     assert place.packs()
     assert len(place.worker._registered_descs) == 1
-    assert place.nixl.prepared == ["NIXL_INIT_AGENT"] * 2
-    assert staging.unpacker is not None
-    offer = staging.unpacker.offer("d-1")
-    assert offer is not None
-    for ((base, length, device, stride, count),), size in zip(place.nixl.rows, (BLOCK_BYTES, PIECE_BYTES), strict=True):
-        assert (base, length, device, stride) == (offer.ring, size, 0, size)
-        assert count * size == offer.ring_size
-    assert offer.offset >= 128 * PIECE_BYTES, "peers time their WRITEs there"
+    assert place.nixl.prepared == ["NIXL_INIT_AGENT"]
+    [[(_, length, device, stride, count)]] = place.nixl.rows
+    assert (length, device, stride) == (BLOCK_BYTES, 0, BLOCK_BYTES)
     (ring,) = staging.rings
-    assert offer.offset + offer.size <= offer.ring_size == ring.capacity_bytes
+    assert count * BLOCK_BYTES == ring.capacity_bytes
+    place.nixl.broken.add("release_dlist_handle")
+    staging.close()
+    staging.close()
+    assert place.nixl.released == ["list 1"]
 
 
 @pytest.mark.parametrize(
-    ("layer", "size", "window"),
-    [(1000, 64 << 20, 63 << 17), (32 << 20, 257 << 20, 32 << 20), (1 << 30, 512 << 20, 511 << 17)],
-    ids=["at least", "a layer in each window", "at most"],
+    ("layer", "size"),
+    [(1000, 64 << 20), (32 << 20, 256 << 20), (1 << 30, 512 << 20)],
+    ids=["at least", "eight layers", "at most"],
 )
-def test_a_ring_of_default_size(layer: int, size: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_of_default_size(layer: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(monkeypatch)
     monkeypatch.setattr(packing, "layer_bytes", lambda _: layer)
-    unpacker = place.start().unpacker
-    assert unpacker is not None
-    offer = unpacker.offer("d-1")
-    assert offer is not None
-    assert (offer.ring_size, offer.size) == (size, window)
+    (ring,) = place.start().rings
+    assert ring.capacity_bytes == size
 
 
 VLLM_LEAVES_FREE = 150 << 20
@@ -187,17 +162,22 @@ def test_layer_bytes_is_the_kv_size_of_the_largest_step(engine: Callable[..., An
 
 
 @pytest.mark.parametrize(
-    "config", [{"packing": "off"}, {"layerwise": False}, {"staging_bytes": 0}, {"staging_bytes": PIECE_BYTES}]
+    "config",
+    [
+        {"packing": "off"},
+        {"layerwise": False},
+        {"staging_bytes": 0},
+        {"staging_bytes": BLOCK_BYTES},
+        {"prefills": False},
+    ],
 )
-def test_nothing_is_packed_if_disabled_or_without_enough_memory(
+def test_nothing_is_packed_if_disabled_or_without_enough_memory_or_by_a_d(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Place(monkeypatch, **config)
     place.start()
     assert not place.packs()
-    assert place.staging.unpacker is None
     assert place.staging.rings == ()
-    assert place.staging.ring_of("D", "d-0", OFFER) is None
     place.staging.close()
 
 
@@ -228,61 +208,6 @@ def test_a_link_without_gathering_stays_unchanged(monkeypatch: pytest.MonkeyPatc
         ({}, Link("D", routes, (BLOCKS, BLOCKS), share=0.5)),
     ):
         assert Place(monkeypatch, **config).start().with_gathering(link) is link
-
-
-def test_a_ring_too_small_for_windows_offers_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The registering engine must not suffer from it."""
-    place = Place(monkeypatch, staging_bytes=130 * PIECE_BYTES)
-    staging = place.start()
-    assert place.packs()
-    assert staging.unpacker is not None
-    assert staging.unpacker.offer("d-1") is None
-
-
-def test_a_connection_has_one_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """WRITEs may be on their way to the first ring while D offers a second one."""
-    place = Place(monkeypatch)
-    staging = place.start()
-    first = staging.ring_of("D", "d-0", OFFER)
-    assert first is not None
-    assert staging.ring_of("D", "d-0", msgspec.structs.replace(OFFER, offset=PIECE_BYTES)) == first
-    for change in ({"ring": 1 << 41}, {"ring_size": PIECE_BYTES}, {"device": 1}):
-        assert staging.ring_of("D", "d-0", msgspec.structs.replace(OFFER, **change)) is None
-    assert staging.ring_of("D", "d-0", OFFER) == first
-    assert place.nixl.released == []
-    staging.disconnected("D")
-    assert place.nixl.released == [first.remote_descriptors]
-    again = staging.ring_of("D", "d-0", msgspec.structs.replace(OFFER, ring=1 << 41))
-    assert again is not None
-    assert again.remote_descriptors != first.remote_descriptors
-
-
-def test_an_unavailable_ring_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(monkeypatch)
-    staging = place.start()
-    place.nixl.broken.add("prep_xfer_dlist")
-    before = place.nixl.calls.count("prep_xfer_dlist")
-    for _ in range(3):
-        assert staging.ring_of("D", "d-0", OFFER) is None
-    assert place.nixl.calls.count("prep_xfer_dlist") == before + 1
-
-
-def test_a_disconnect_during_timed_writes_releases_their_handles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker releases the WRITE's handle first, then its descriptor list."""
-    place = Place(monkeypatch)
-    staging = place.start()
-    ring = staging.ring_of("D", "d-0", OFFER)
-    assert ring is not None
-    assert staging.strategy is not None
-    staging.strategy.turn()
-    assert staging.engines_to_measure == {"D"}
-    place.nixl.broken.add("release_dlist_handle")
-    staging.disconnected("D")
-    assert place.nixl.released == ["a WRITE", ring.remote_descriptors]
-    assert staging.engines_to_measure == set()
-    staging.close()
-    staging.close()
-    assert len(place.nixl.released) == 4
 
 
 def test_the_ring_is_registered_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,6 +250,5 @@ def test_packing_is_off_when_a_resource_is_missing(lacks: str, monkeypatch: pyte
         monkeypatch.setattr("layerpush.engine.worker.packing.staging_memory", unable)
     place.start()
     assert not place.packs()
-    assert place.staging.unpacker is None
     assert place.staging.rings == ()
     place.staging.close()

@@ -2,61 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import pytest
 
 from tests.e2e import engines, stagingfaults
-from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check, prompt, send
 from tests.e2e.pushtrace import Push
-from tests.e2e.stagingfaults import Copying
 from tests.e2e.streamchecks import check_completed
 
-PLANS = {"gather": "gathered", "packed": "packed"}
-
-
-def prefill(packing: str) -> EngineSpec:
-    return EngineSpec(f"P-{packing}", "P", transfer(LAYERWISE, packing=packing, granularity="layer", trace_dir=TRACE))
+P = EngineSpec("P-gather", "P", transfer(LAYERWISE, packing="gather", granularity="layer", trace_dir=TRACE))
 
 
 @pytest.mark.parametrize("order", ["early", "late", "together"])
-@pytest.mark.parametrize("packing", ["gather", "packed"])
-def test_tokens_and_bytes_are_right(fleet: Fleet, reference: Reference, packing: str, order: Order) -> None:
-    p, d = fleet.get(prefill(packing), engines.D_LAYER)
+def test_tokens_and_bytes_are_right(fleet: Fleet, reference: Reference, order: Order) -> None:
+    p, d = fleet.get(P, engines.D_LAYER)
     for length in (1, 33, 513, 1500):
         handoff = send(p, d, prompt(length, seed=70), order)
         check(handoff.outcome(), reference)
         push = handoff.push()
         check_completed(push, length)
         if order == "early":
-            assert plans(push) == {PLANS[packing]}
+            assert plans(push) == {"gathered"}
         elif order == "late":  # pushed whole, by upstream's code
             assert plans(push) == {"direct"}
 
 
-@pytest.mark.parametrize(("packing", "plan"), [("gather", "gathered"), ("packed", "direct")])
-def test_a_stock_d_does_not_unpack(fleet: Fleet, reference: Reference, packing: str, plan: str) -> None:
-    p, d = fleet.get(prefill(packing), engines.D_STOCK)
+def test_a_stock_d_gets_gathered_writes(fleet: Fleet, reference: Reference) -> None:
+    p, d = fleet.get(P, engines.D_STOCK)
     handoff = send(p, d, prompt(513, seed=72), "early")
     check(handoff.outcome(), reference)
-    assert plans(handoff.push()) == {plan}
+    assert plans(handoff.push()) == {"gathered"}
 
 
-@pytest.mark.parametrize(
-    ("packing", "copying"), [("gather", "gather"), ("packed", "gather"), ("packed", "scatter")], ids=str
-)
-def test_a_damaged_block_is_seen(fleet: Fleet, reference: Reference, packing: str, copying: Copying) -> None:
-    """One block in P's ring, or in D's, is one wrong block of one layer on D, and other tokens."""
-    p, d = fleet.get(prefill(packing), engines.D_LAYER)
-    spoiled = p if copying == "gather" else d
-    with damaged(spoiled, copying, number=1):
+def test_a_damaged_block_is_seen(fleet: Fleet, reference: Reference) -> None:
+    """One block in P's ring is one wrong block of one layer on D, and other tokens."""
+    p, d = fleet.get(P, engines.D_LAYER)
+    p.call(stagingfaults.damage, 1)
+    try:
         handoff = send(p, d, prompt(700, seed=71), "early", max_tokens=24)
         outcome = handoff.outcome()
-    assert plans(handoff.push()) == {PLANS[packing]}
+    finally:
+        p.call(stagingfaults.reset)
+    assert plans(handoff.push()) == {"gathered"}
     assert len(handoff.differing_cells()) == 1
     assert outcome.d_tokens != reference.tokens(handoff.token_ids, 24)
     with pytest.raises(AssertionError, match="KV differs"):
@@ -67,12 +55,3 @@ def test_a_damaged_block_is_seen(fleet: Fleet, reference: Reference, packing: st
 def plans(push: Push) -> set[str]:
     """The plans of all WRITEs of a push."""
     return {write["plan"] for write in push.writes}
-
-
-@contextlib.contextmanager
-def damaged(host: EngineHost, copying: Copying, number: int) -> Iterator[None]:
-    host.call(stagingfaults.damage, copying, number)
-    try:
-        yield
-    finally:
-        host.call(stagingfaults.reset)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from tests.e2e import probes, stagingfaults
+from tests.e2e import probes
 
 if TYPE_CHECKING:
     from layerpush.core.write import Write
@@ -103,7 +103,6 @@ class WireFaults:
         self._real: dict[str, Callable[..., Any]] = {name: getattr(agent, name) for name in WRAPPED}
         self._error = _backend_error(agent)
         self.open: set[Any] = set()
-        self._timings: set[Any] = set()
         self._merged: set[Any] = set()
         self._layers: set[int] = set()
         self.counts: Counter[str] = Counter()
@@ -156,8 +155,6 @@ class WireFaults:
     def make_prepped_xfer(self, *args: Any, **kwargs: Any) -> Any:
         handle = self._real["make_prepped_xfer"](*args, **kwargs)
         self.open.add(handle)
-        if stagingfaults.is_timing(*args):
-            self._timings.add(handle)
         if len(self._layers) > 1:
             self._merged.add(handle)
         if kwargs.get("notif_msg"):
@@ -165,8 +162,6 @@ class WireFaults:
         return handle
 
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
-        if handle in self._timings:
-            return self._real["transfer"](handle, *args, **kwargs)
         number = self._reach("post", handle)
         rules = [rule for rule in self.post_rules if rule.takes(number, handle in self._merged)]
         fault = rules[0].fault if rules else None
@@ -191,7 +186,7 @@ class WireFaults:
         if handle in self.never_started:
             return "ERR"
         state = self._real["check_xfer_state"](handle)
-        if state == "DONE" and handle not in self.landed and handle not in self._timings:
+        if state == "DONE" and handle not in self.landed:
             self.landed.add(handle)
             self._reach("landed", handle)
         return "ERR" if state == "DONE" and handle in self.errs else state
@@ -203,7 +198,6 @@ class WireFaults:
             return
         self._real["release_xfer_handle"](handle)
         self.open.discard(handle)
-        self._timings.discard(handle)
         self._merged.discard(handle)
 
     def send_notif(self, agent: str, notif_msg: bytes, *args: Any, **kwargs: Any) -> None:

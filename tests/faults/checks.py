@@ -198,7 +198,7 @@ def check_clean(host: EngineHost, log: LogView) -> None:
     host.wait_idle(timeout=20)
     check_nothing_left(host, (*BOUNDED_MEMORIES, "._early"))
     until(lambda: host.call(wirefaults.open_handles) == 0, f"{host.engine_id} has no open handle", pause_s=PAUSE_S)
-    assert host.call(stagingfaults.open_block_writes) == 0
+    assert host.call(stagingfaults.open_writes) == 0
     threads = host.call(probes.threads)
     assert set(threads) <= THREADS, f"{host.engine_id} has threads {threads}"
     assert all(threads.count(name) == 1 for name in THREADS.intersection(threads)), threads

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.engines import TIGHT_CACHE
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, FailedLoad, transfer
 
-Packing = Literal["auto", "packed", "gather"]
+Packing = Literal["auto", "gather"]
 
 PEER_TIMEOUT_S = 8
 WRITE_TIMEOUT_S = 4
@@ -56,15 +56,15 @@ FULL_DECODERS = tuple(
     for d, policy in ((D, "recompute"), (D_FAIL, "fail"))
 )
 
-PLANS = {"packed": "packed", "gather": "gathered"}
+PLANS = {"gather": "gathered"}
 
 
 def for_test_all(packing: Packing) -> Any:
-    """A parameter for `make test-all`, with packed and gathered WRITEs for every fault. `make test` has a few."""
+    """A parameter for `make test-all`, with gathered WRITEs for every fault. `make test` has a few."""
     return pytest.param(packing, marks=pytest.mark.exhaustive)
 
 
-PACKINGS = ("auto", for_test_all("packed"), for_test_all("gather"))
+PACKINGS = ("auto", for_test_all("gather"))
 
 
 def with_packing(spec: EngineSpec, packing: Packing) -> EngineSpec:

@@ -110,10 +110,9 @@ def test_client_disconnects_after_p_finished(fleet: Fleet, reference: Reference,
     [
         (False, "auto"),
         (True, "auto"),
-        pytest.param(True, "packed", marks=pytest.mark.exhaustive),
         pytest.param(True, "gather", marks=pytest.mark.exhaustive),
     ],
-    ids=["all WRITEs held", "later WRITEs held", "later WRITEs held, packed", "later WRITEs held, gather"],
+    ids=["all WRITEs held", "later WRITEs held", "later WRITEs held, gather"],
 )
 def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, merged: bool, packing: engines.Packing) -> None:
     """P lives on, frees the blocks, and serves another D."""
@@ -150,7 +149,7 @@ def test_d_killed_between_writes(fleet: Fleet, reference: Reference, log: LogVie
     p.add(handoff.to_p())
     step_merged(p, 2)
     p.poll_until(wirefaults.seen, "landed:merged")
-    until(lambda: p.call(stagingfaults.open_block_writes) == 0, "no WRITE is on the wire", pause_s=PAUSE_S)
+    until(lambda: p.call(stagingfaults.open_writes) == 0, "no WRITE is on the wire", pause_s=PAUSE_S)
     d.kill()
     p.run()
     p.wait_output(handoff.request_id)
@@ -173,8 +172,8 @@ def test_d_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: 
 
 @pytest.mark.parametrize(
     ("same_id", "packing"),
-    [(True, "auto"), (False, "auto"), pytest.param(True, "packed", marks=pytest.mark.exhaustive)],
-    ids=["same id", "new id", "same id, packed"],
+    [(True, "auto"), (False, "auto"), pytest.param(True, "gather", marks=pytest.mark.exhaustive)],
+    ids=["same id", "new id", "same id, gather"],
 )
 def test_d_restarted_mid_transfer(
     fleet: Fleet, reference: Reference, log: LogView, same_id: bool, packing: engines.Packing

@@ -11,7 +11,6 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt
 from tests.faults import engines
 from tests.faults.checks import (
-    FEW,
     LogView,
     all_along,
     check_idle_soon,
@@ -35,10 +34,7 @@ MOMENTS = {
     "before the first WRITE": ("post", 0),
     "between WRITEs": ("landed:merged", 0),
     "after the last WRITE": ("send:completion", 0),
-    "before D unpacks": ("send:unpack", FEW),
 }
-UNDER_WAY = ("between WRITEs", "before D unpacks")
-"""Moments at which a WRITE has not ended."""
 
 
 @pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
@@ -114,14 +110,13 @@ def test_preempted_and_resumed(fleet: Fleet, reference: Reference, log: LogView,
 @pytest.mark.parametrize(
     ("d_spec", "moment", "packing"),
     [
-        *itertools.product([engines.D], list(MOMENTS)[:3], ["auto"]),
+        *itertools.product([engines.D], MOMENTS, ["auto"]),
         (engines.D_FAIL, "between WRITEs", "auto"),
         *(
             pytest.param(engines.D_FAIL, moment, "auto", marks=pytest.mark.exhaustive)
             for moment in ("before the first WRITE", "after the last WRITE")
         ),
         pytest.param(engines.D, "between WRITEs", "gather", marks=pytest.mark.exhaustive),
-        (engines.D, "before D unpacks", "packed"),
     ],
     ids=described,
 )
@@ -141,7 +136,7 @@ def test_p_killed(
     p.poll_until(wirefaults.is_at_gate)
     blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
     check_owned(d, blocks)
-    if moment in UNDER_WAY:
+    if moment == "between WRITEs":
         check_under_way(p)
     if moment != "before the first WRITE":
         assert p.call(wirefaults.seen, "post:merged")
@@ -155,8 +150,8 @@ def test_p_killed(
 
 @pytest.mark.parametrize(
     ("same_id", "packing"),
-    [(True, "auto"), (False, "auto"), pytest.param(True, "packed", marks=pytest.mark.exhaustive)],
-    ids=["same id", "new id", "same id, packed"],
+    [(True, "auto"), (False, "auto"), pytest.param(True, "gather", marks=pytest.mark.exhaustive)],
+    ids=["same id", "new id", "same id, gather"],
 )
 def test_p_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: bool, packing: engines.Packing) -> None:
     """Another engine takes P's port. D makes a new handshake, and pushes go on."""
@@ -179,7 +174,7 @@ def test_p_restarted_while_d_waits(fleet: Fleet, reference: Reference, log: LogV
     check_serves(successor, d, reference, seed=311)
 
 
-@pytest.mark.parametrize("packing", ["auto", engines.for_test_all("packed")])
+@pytest.mark.parametrize("packing", ["auto", engines.for_test_all("gather")])
 def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing) -> None:
     """P freezes with WRITEs on the wire. D sets the blocks aside, goes on without them, and gets them back later."""
     (p,) = fleet.spawn(engines.with_packing(engines.P, packing))

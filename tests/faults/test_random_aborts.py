@@ -34,7 +34,7 @@ P_BUSY = EngineSpec(
 
 
 @pytest.mark.parametrize(
-    ("seed", "count", "packing"), [pytest.param(1, 200, "auto", marks=pytest.mark.exhaustive), (2, 60, "packed")]
+    ("seed", "count", "packing"), [pytest.param(1, 200, "auto", marks=pytest.mark.exhaustive), (2, 60, "gather")]
 )
 def test_random_aborts(
     fleet: Fleet, reference: Reference, log: LogView, seed: int, count: int, packing: engines.Packing

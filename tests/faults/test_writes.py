@@ -11,6 +11,7 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check
 from tests.faults import engines
 from tests.faults.checks import (
+    FEW,
     LogView,
     all_along,
     check_idle_soon,
@@ -78,6 +79,24 @@ def test_one_write_fails(
     check_serves(p, d, reference, seed=371)
 
 
+def test_blocks_cannot_be_copied(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """A copy into staging memory fails: no completion, and D gets the cause."""
+    p, d = fleet.get(engines.with_packing(engines.P, "gather"), engines.D)
+    warm_up(p, d)
+    p.call(wirefaults.watch)
+    handoff = early(p, d, LENGTH, seed=408)
+    p.call(stagingfaults.fail_copies, FEW)
+    run_merged(p, handoff)
+    check_load_failed(handoff, reference, timeout=engines.GRACE_S)
+    p.wait_output(handoff.request_id)
+    for host in (p, d):
+        log.check_one(host, handoff.request_id, "could not be gathered: .*scripted")
+        check_idle_soon(host)
+    assert p.call(wirefaults.sent_kinds, handoff.request_id).count("completion") == 0
+    check_planned(handoff)
+    check_serves(p, d, reference, seed=409)
+
+
 @pytest.mark.parametrize(
     ("d_spec", "order", "packing"),
     [
@@ -125,7 +144,7 @@ def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, lo
     handoff = start(p, d, LENGTH, 374, order)
     p.peek_output(handoff.request_id)
     p.poll_until(wirefaults.held_posts)
-    assert p.call(stagingfaults.open_block_writes) > 0, "the check of survivors would miss open WRITEs"
+    assert p.call(stagingfaults.open_writes) > 0, "the check of survivors would miss open WRITEs"
     used = p.idle_blocks - -(-LENGTH // 32)
     all_along(lambda: p.call(probes.free_blocks) == used, engines.LEASE_S + 2.0, "P keeps the prompt's blocks")
     p.call(wirefaults.lift)

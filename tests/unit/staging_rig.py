@@ -63,16 +63,6 @@ class NumpyStaging:
             for packed, block in self._pairs(layers, blocks, offset):
                 packed[:] = block
 
-        return self._held(copy)
-
-    def scatter(self, layers: slice, blocks: BlockIds, offset: int) -> HeldCopy:
-        def copy() -> None:
-            for packed, block in self._pairs(layers, blocks, offset):
-                block[:] = packed
-
-        return self._held(copy)
-
-    def _held(self, copy: Callable[[], None]) -> HeldCopy:
         return HeldCopy(copy, self.looks.popleft() if self.looks else 0, self.device_s)
 
     def _pairs(self, layers: slice, blocks: BlockIds, offset: int) -> list[tuple[Bytes, Bytes]]:

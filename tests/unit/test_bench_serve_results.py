@@ -34,7 +34,7 @@ def three_rounds() -> list[CellResult]:
             each.add_figures([Figures(900.0, 100.0, 100.0, 16, 0, 1, 512, 1 << 20)] * 2)
         if each.mode == "layer":
             each.add_figures([Figures(900.0, 300.0, 5.0, 16, 0, 16, 512, 1 << 20)] * 2)
-            each.pushed_as, each.plans = {"layer": 2}, {"direct": 31, "packed": 1}
+            each.pushed_as, each.plans = {"layer": 2}, {"direct": 31, "gathered": 1}
     return by_cell([CELL], MODES, calls)
 
 
@@ -155,7 +155,7 @@ def test_json_has_every_sample() -> None:
     assert ttft["p50"] == pytest.approx(2420)
     assert ttft["low"] < ttft["p50"] < ttft["high"] < ttft["p99"]
     assert written["modes"]["layer"]["pushed_as"] == {"layer": 6}
-    assert written["modes"]["layer"]["plans"] == {"direct": 93, "packed": 3}
+    assert written["modes"]["layer"]["plans"] == {"direct": 93, "gathered": 3}
     assert written["modes"]["aggregated"]["exposed_ms"] is None
     assert written["ratios"]["ttft_ms"]["request/aggregated"]["ratio"] == pytest.approx(2.0)
 

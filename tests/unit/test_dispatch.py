@@ -6,13 +6,13 @@ from typing import Any, cast
 
 import pytest
 
-from layerpush.core.wire import MAX_ID_CHARS, Completion, FirstToken, Part, Ping, Unpack, encode
+from layerpush.core.wire import MAX_ID_CHARS, Completion, FirstToken, Ping, encode
 from layerpush.engine.worker.dispatch import MESSAGES_PER_TURN, Dispatcher, logger
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import Transport
 from layerpush.transport.cuda import CudaError
 
-COMPLETION, PACKED = b"r-1:2", encode(Unpack("r-1", 1, 0, (Part(0, 1, 0, 0, 1),)))
+COMPLETION = b"r-1:2"
 OTHERS = [encode(Ping("D", 1)), encode(FirstToken("r-1", 7)), b"not a message"]
 
 
@@ -25,7 +25,6 @@ class Calls:
         parts = cast(Any, self)
         self.dispatcher = Dispatcher(
             cast(Transport, self),
-            parts,
             parts,
             parts,
             parts,
@@ -53,9 +52,8 @@ class Calls:
         self.on_message(agent, message)
 
 
-@pytest.mark.parametrize("payload", [COMPLETION, PACKED], ids=["in the cache", "in the ring"])
-def test_landed_bytes_are_flushed_before_use(payload: bytes) -> None:
-    calls = Calls(*OTHERS, payload)
+def test_landed_bytes_are_flushed_before_use() -> None:
+    calls = Calls(*OTHERS, COMPLETION)
     calls.dispatcher.deliver()
     assert calls.made[0] == "flush"
     assert calls.made.count("flush") == 1
@@ -63,9 +61,9 @@ def test_landed_bytes_are_flushed_before_use(payload: bytes) -> None:
 
 
 def test_several_completions_need_one_flush() -> None:
-    calls = Calls(COMPLETION, PACKED, COMPLETION)
+    calls = Calls(COMPLETION, COMPLETION)
     calls.dispatcher.deliver()
-    assert calls.made == ["flush", Completion.__name__, Unpack.__name__, Completion.__name__]
+    assert calls.made == ["flush", Completion.__name__, Completion.__name__]
 
 
 def test_other_notifications_need_no_flush() -> None:
@@ -77,7 +75,7 @@ def test_other_notifications_need_no_flush() -> None:
 def test_a_flush_that_fails_costs_the_bytes_that_it_was_for_and_no_other_message(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    calls = Calls(COMPLETION, *OTHERS, PACKED, b"HB:r-2")
+    calls = Calls(COMPLETION, *OTHERS, COMPLETION, b"HB:r-2")
 
     def fail() -> None:
         raise CudaError("the device is lost")
@@ -87,7 +85,7 @@ def test_a_flush_that_fails_costs_the_bytes_that_it_was_for_and_no_other_message
         calls.made.clear()
         calls.dispatcher.deliver()
         assert calls.made == [
-            "invisible Completion", "Ping", "FirstToken", "invisible Unpack", "Heartbeat",
+            "invisible Completion", "Ping", "FirstToken", "invisible Completion", "Heartbeat",
         ]  # fmt: skip
     assert caplog.text.count("cannot be made visible to the device: the device is lost") == 1, "once a second"
 

@@ -35,7 +35,6 @@ from layerpush.decode.early_messages import KEPT_S, LoadMessage
 from layerpush.decode.load_session import RETRY_S, TOKEN_WAIT_S, LoadSession
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
-from layerpush.decode.unpacking import NoUnpacking, Unpacking
 from layerpush.telemetry.metrics.catalog import LOAD, LOADS, LOST_PEERS
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.peer_errors import PeerErrors
@@ -175,7 +174,6 @@ class World(Town):
         allowed: tuple[str, ...] | None = None,
         scripted: bool = True,
         forget: Callable[[str], bool] | None = None,
-        unpacking: Unpacking | None = None,
     ) -> None:
         super().__init__(allowed)
         self.agents = tuple(f"p-{rank}" for rank in range(ranks))
@@ -190,7 +188,6 @@ class World(Town):
             PATIENCE_S,
             PrefillPeers("D", self.peers, watch, self.probe, self.engine, self.recorder),  # type: ignore[arg-type]
             self.engine,
-            unpacking or NoUnpacking(),
             self.peer_errors,
             self.recorder,
         )

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from layerpush.core.layout import CacheLayout
 from layerpush.core.wire import Registration
 from layerpush.engine.worker.prefill_host import NO_ANSWER, OLD_RELEASE, WorkerHost
 from layerpush.prefill.push import PeerRefusedError
@@ -48,7 +47,6 @@ def host(*, acknowledges: bool) -> WorkerHost:
         worker,
         connections,
         packing,
-        CacheLayout((), ()),
         lambda engine_id: None,
         lambda _: writer,
         lambda _: registrations,

@@ -27,7 +27,6 @@ from layerpush.core.wire import (
     Registration,
     Unregister,
     Unregistered,
-    Window,
 )
 from layerpush.prefill import decode_peers, registrations
 from layerpush.prefill.decode_peers import address_of
@@ -1016,26 +1015,6 @@ def test_a_reused_id_starts_without_the_earlier_result(end: str) -> None:
     assert world.heard() == [Accepted("a/d")]
     assert world.takes("a/q") == SECOND
     assert world.peer_errors.counts == {}
-
-
-def test_only_the_owning_rank_can_offer_its_window() -> None:
-    """Another rank that knows the request could name any memory of that engine."""
-    world = World()
-    asked, mine, forged = (
-        msgspec.structs.replace(
-            asks(), window=Window(rank=0, ring=ring, ring_size=8192, device=0, offset=0, size=8192, layout="l")
-        )
-        for ring in (1, 2, 3)
-    )
-    for sender, registration in (("e-0", forged), ("d-0", mine), ("d-0", asked)):
-        world.says(registration, sender)
-    for registration in (forged, mine, asks()):
-        assert world.registrations.window(registration, "d-0") == mine.window
-    assert world.registrations.window(asks(), "d-1") is None
-    assert world.registrations.window(asks("another"), "d-0") is None
-
-
-# Signs of life.
 
 
 def test_a_ping_is_answered_only_for_a_known_agent() -> None:

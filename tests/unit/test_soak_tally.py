@@ -127,11 +127,11 @@ def test_a_prompt_that_p_computed_twice_is_compared_by_tokens_only():
 
 def test_a_soak_that_compared_nothing_is_a_failure():
     tally = accounted(request())
-    for name, reads_kv in (("packed", True), ("ranks", False)):
+    for name, reads_kv in (("gathered", True), ("ranks", False)):
         tally.begin_turn(name, reads_kv=reads_kv)
     assert verdict(tally) == [
-        "packed: no answer was compared with the plain engine's",
-        "packed: no pushed KV was compared",
+        "gathered: no answer was compared with the plain engine's",
+        "gathered: no pushed KV was compared",
         "ranks: no answer was compared with the plain engine's",
     ]
 

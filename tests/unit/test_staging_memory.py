@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from layerpush.core.layout import CacheLayout, LayerSlots, LayoutError, Region
 from layerpush.transport.packing import tensor_memory
-from layerpush.transport.packing.memory import PIECE_BYTES, Staging, whole_pieces
-from layerpush.transport.packing.tensor_memory import TensorStaging, staging_memory
+from layerpush.transport.packing.memory import Staging
+from layerpush.transport.packing.tensor_memory import ALIGNED_BYTES, TensorStaging, staging_memory
 from tests.support.fake_transport import Bytes
 from tests.unit.staging_rig import NumpyStaging
 
-BLOCKS, BLOCK_BYTES, RING = 12, 48, 2 * PIECE_BYTES
+BLOCKS, BLOCK_BYTES, RING = 12, 48, 16 << 10
 SLOTS = ((0, 3), (1, 4), (2, 5))
 """Keys and values of a layer lie in regions of their own, far from each other."""
 LAYOUT = CacheLayout(
@@ -52,7 +52,7 @@ cases = st.tuples(
 
 
 def packed(cache: Bytes, blocks: list[int], layers: slice) -> Bytes:
-    """The order of ``layerpush.core.wire.Part``: block after block, region after region, layer after layer."""
+    """The order of ``Staging``: block after block, region after region, layer after layer."""
     shaped = cache.reshape(6, BLOCKS, BLOCK_BYTES)
     parts = [shaped[slot, block] for pair in SLOTS[layers] for slot in pair for block in blocks]
     return np.concatenate(parts) if parts else np.empty(0, np.uint8)
@@ -72,27 +72,6 @@ def test_gather_copies_blocks_into_the_ring(made_by: Make, case: tuple[list[int]
     assert (ring[:offset] == 0xEE).all()
     assert (ring[offset + len(wanted) :] == 0xEE).all()
     assert np.array_equal(cache, before)
-
-
-@pytest.mark.parametrize("made_by", [fake, real])
-@given(case=cases)
-def test_scatter_copies_the_ring_into_blocks(made_by: Make, case: tuple[list[int], slice, int]) -> None:
-    blocks, layers, offset = case
-    cache = cache_of(2)
-    before = cache.copy()
-    staging, ring = made_by(cache)
-    source = cache_of(3)
-    wanted = packed(source, blocks, layers)
-    ring[:] = 0xEE
-    ring[offset : offset + len(wanted)] = wanted
-    assert staging.scatter(layers, np.asarray(blocks, np.int32), offset).is_over()
-    assert np.array_equal(packed(cache, blocks, layers), wanted)
-    others = [block for block in range(BLOCKS) if block not in blocks]
-    assert np.array_equal(packed(cache, others, slice(0, 3)), packed(before, others, slice(0, 3)))
-    untouched = [index for index in range(3) if index not in range(3)[layers]]
-    for index in untouched:
-        part = slice(index, index + 1)
-        assert np.array_equal(packed(cache, blocks, part), packed(before, blocks, part))
 
 
 class OpenEvent:
@@ -129,8 +108,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[TensorStaging, list[torch.Tens
     monkeypatch.setattr(staging, "_stream", object())
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", OpenEvent)
-    for copy, place in (("gather_blocks", 1), ("scatter_blocks", 1)):
-        monkeypatch.setattr(tensor_memory, copy, lambda *args, place=place, **_: ids.append(args[place]))
+    monkeypatch.setattr(tensor_memory, "gather_blocks", lambda *args, **_: ids.append(args[1]))
     for allocating in ("pin_memory", "to", "clone"):
         monkeypatch.setattr(torch.Tensor, allocating, unable)
     return staging, ids
@@ -140,15 +118,13 @@ def test_copies_on_a_gpu_allocate_nothing(gpu: tuple[TensorStaging, list[torch.T
     staging, ids = gpu
     blocks = np.asarray([7, 1, 4], np.int32)
     assert staging.gather(slice(0, 1), blocks, 0).is_over()
-    assert staging.scatter(slice(0, 3), blocks, PIECE_BYTES).is_over()
-    assert [one.tolist() for one in ids] == [[7, 1, 4]] * 2
+    assert [one.tolist() for one in ids] == [[7, 1, 4]]
 
 
 def test_copies_on_a_gpu_are_timed_by_the_device(gpu: tuple[TensorStaging, list[torch.Tensor]]) -> None:
     staging, _ = gpu
     blocks = np.asarray([7, 1, 4], np.int32)
-    copies = [staging.gather(slice(0, 1), blocks, 0), staging.scatter(slice(0, 3), blocks, PIECE_BYTES)]
-    assert [copy.device_s() for copy in copies] == [OpenEvent.MS / 1e3] * 2
+    assert staging.gather(slice(0, 1), blocks, 0).device_s() == OpenEvent.MS / 1e3
 
 
 def test_copies_on_a_gpu_have_priority_over_the_models_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +140,7 @@ def test_copies_on_a_gpu_have_priority_over_the_models_kernels(monkeypatch: pyte
 
 
 @pytest.mark.gpu
-def test_blocks_go_into_the_ring_of_a_gpu_and_back() -> None:
+def test_blocks_go_into_the_ring_of_a_gpu() -> None:
     device, blocks, layers = torch.device("cuda"), [7, 1, 4], slice(0, 3)
     cache = torch.from_numpy(cache_of(6)).to(device)
     memory = staging_memory(RING, device)
@@ -175,10 +151,6 @@ def test_blocks_go_into_the_ring_of_a_gpu_and_back() -> None:
     assert copy.device_s() > 0
     expected = packed(cache_of(6), blocks, layers)
     assert np.array_equal(memory[: expected.size].cpu().numpy(), expected)
-    cache.zero_()
-    staging.scatter(layers, np.asarray(blocks, np.int32), 0)
-    torch.cuda.synchronize()
-    assert np.array_equal(packed(cache.cpu().numpy(), blocks, layers), expected)
 
 
 def test_running_copies_keep_their_block_ids(gpu: tuple[TensorStaging, list[torch.Tensor]]) -> None:
@@ -201,9 +173,9 @@ def test_regions_that_differ_cannot_be_packed() -> None:
 
 
 def test_the_ring_begins_at_an_aligned_address() -> None:
-    memory = staging_memory(3 * PIECE_BYTES, torch.device("cpu"))
-    assert memory.data_ptr() % PIECE_BYTES == 0
-    assert memory.numel() == 3 * PIECE_BYTES
+    memory = staging_memory(3 * ALIGNED_BYTES, torch.device("cpu"))
+    assert memory.data_ptr() % ALIGNED_BYTES == 0
+    assert memory.numel() == 3 * ALIGNED_BYTES
 
 
 def test_a_rate_measurement_does_not_change_the_cache() -> None:
@@ -215,8 +187,3 @@ def test_a_rate_measurement_does_not_change_the_cache() -> None:
     assert 0 <= copy_s < 1
     assert 0 <= byte_s < 1
     assert np.array_equal(cache, before)
-
-
-@pytest.mark.parametrize(("size", "whole"), [(1, 1), (PIECE_BYTES, 1), (PIECE_BYTES + 1, 2)])
-def test_sizes_are_rounded_up_to_whole_pieces(size: int, whole: int) -> None:
-    assert whole_pieces(size) == whole * PIECE_BYTES

@@ -12,9 +12,9 @@ import pytest
 
 from layerpush.core.wire import (
     MAX_BLOCKS,
+    MAX_COMPUTED,
     MAX_HEARTBEAT_IDS,
     MAX_ID_CHARS,
-    MAX_PARTS,
     PEER_PREFIX,
     PROTOCOL_VERSION,
     QUIET_PREFIX,
@@ -26,14 +26,11 @@ from layerpush.core.wire import (
     Fail,
     FirstToken,
     Heartbeat,
-    Part,
     PeerMessage,
     Ping,
     Pong,
     Queued,
     Registration,
-    Unpack,
-    Unpacked,
     Unregister,
     Unregistered,
     WireError,
@@ -92,11 +89,6 @@ BETWEEN_US: list[tuple[PeerMessage, dict[str, Any]]] = [
     (Unregistered("r", 2), {"request_id": "r", "attempt": 2}),
     (Ping("D", 0), {"decode_engine_id": "D", "number": 0}),
     (Pong(2**63 - 1), {"number": 2**63 - 1}),
-    (
-        Unpack("r", 3, 64, (Part(0, 1, 0, 2, 4),)),
-        {"request_id": "r", "number": 3, "offset": 64, "parts": [[0, 1, 0, 2, 4]]},
-    ),
-    (Unpacked(3, True), {"number": 3, "done": True}),
 ]
 """Every message of ours, and its map on the wire."""
 ours = pytest.mark.parametrize(
@@ -349,9 +341,8 @@ def test_a_huge_notification_is_not_parsed() -> None:
 
 
 def test_the_largest_messages_are_within_their_limits() -> None:
-    largest, name = 2**31 - 1, "\u4e00" * MAX_ID_CHARS
-    parts = (Part(largest, largest, largest, largest, largest),) * MAX_PARTS
-    for message in (Unpack(name, 2**63 - 1, 2**63 - 1, parts), Cancel(name, name, "h" * 253, 65535, 1024)):
+    name = "\u4e00" * MAX_ID_CHARS
+    for message in (Queued(name, (name,) * MAX_COMPUTED), Cancel(name, name, "h" * 253, 65535, 1024)):
         assert read(encode(message)) == message
     assert read(encode_quietly(Cancel(name, name, "h" * 253, 65535, 1024))).request_id == name  # type: ignore[union-attr]
 

@@ -28,17 +28,13 @@ from layerpush.core.wire import (
     Heartbeat,
     Landed,
     Message,
-    Part,
     PeerMessage,
     Ping,
     Pong,
     Queued,
     Registration,
-    Unpack,
-    Unpacked,
     Unregister,
     Unregistered,
-    Window,
     WireError,
     encode,
     encode_completion,
@@ -85,20 +81,6 @@ def is_blocks(groups: object) -> bool:
     return len(groups) <= 1024 and len(named) <= 2**20 and all(is_count(b, 0, 2**31 - 1) for b in named) and not twice
 
 
-def is_parts(parts: object) -> bool:
-    assert type(parts) is tuple
-    numbers = [number for part in parts for number in msgspec.structs.astuple(part)]
-    return 1 <= len(parts) <= 4096 and all(is_count(number, 0, 2**31 - 1) for number in numbers)
-
-
-def is_window(window: Window) -> bool:
-    sizes = (
-        is_count(window.ring_size, 1, 2**30) and is_count(window.offset, 0, 2**30) and is_count(window.size, 1, 2**30)
-    )
-    where = is_count(window.rank, 0, 1023) and is_count(window.ring) and is_count(window.device, 0, 2**16)
-    return sizes and where and is_clean(window.layout)
-
-
 def is_parameter(pair: Any) -> bool:
     return type(pair) is tuple and len(pair) == 2 and all(is_clean(text, 64) for text in pair)
 
@@ -128,10 +110,6 @@ SOUND: dict[str, Callable[[Any], bool]] = {
     "computed": lambda texts: type(texts) is tuple and len(texts) <= 16 and all(map(is_clean, texts)),
     "number": is_count,
     "drained": lambda value: type(value) is bool,
-    "done": lambda value: type(value) is bool,
-    "offset": is_count,
-    "parts": is_parts,
-    "window": lambda window: window is None or (type(window) is Window and is_window(window)),
     "reason": lambda text: type(text) is str and len(text) <= 1000 and (text == "" or text.isprintable()),
     "world_size": lambda size: is_count(size, 1, 999_999),
     "request_ids": lambda ids: type(ids) is tuple and len(ids) <= 65536 and all(map(is_clean, ids)),
@@ -180,18 +158,6 @@ ports, sizes = st.integers(1, 65535), st.integers(1, 1024)
 reasons = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 groups = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=9, unique=True).map(tuple), max_size=4).map(tuple)
 blocks = st.integers(0, 2**31 - 1)
-parts = st.lists(st.builds(Part, *[blocks] * 5), min_size=1, max_size=4).map(tuple)
-rings = st.integers(1, 2**30)
-windows = st.builds(
-    Window,
-    rank=st.integers(0, 1023),
-    ring=counts,
-    ring_size=rings,
-    device=st.integers(0, 2**16),
-    offset=rings,
-    size=rings,
-    layout=names,
-)
 registrations = st.builds(
     Registration,
     request_id=request_ids,
@@ -204,7 +170,6 @@ registrations = st.builds(
     prefill_request_id=st.none() | request_ids,
     transfer_id=st.none() | names,
     prompt_digest=st.none() | names,
-    window=st.none() | windows,
     sampling=st.none() | names,
     parameters=st.lists(st.tuples(names, names), max_size=3).map(tuple),
     contact=st.none() | st.binary(min_size=1, max_size=300),
@@ -226,8 +191,6 @@ peer_messages = st.one_of(
     st.builds(Decline, request_ids, names, st.none() | request_ids, st.none() | names),
     st.builds(Ping, names, counts),
     st.builds(Pong, counts),
-    st.builds(Unpack, request_ids, counts, counts, parts),
-    st.builds(Unpacked, counts, st.booleans()),
 )
 completions = st.builds(Completion, request_ids, st.integers(1, 999_999))
 heartbeats = st.builds(Heartbeat, st.lists(names.filter(lambda name: "," not in name), max_size=5).map(tuple)).filter(
@@ -359,21 +322,18 @@ def is_sound_as_sent(field: str, value: Any) -> bool:
     """For a value in a map, before reading: groups and parts are lists there, and a reason may hold any text."""
     if field == "reason":
         return type(value) is str and len(value) <= 4000
-    if field not in ("local_block_ids", "parts", "parameters", "other", "computed", "numbers"):
+    if field not in ("local_block_ids", "parameters", "other", "computed", "numbers"):
         return SOUND[field](value)
     if type(value) is not list:
         return False
     if field in ("parameters", "other", "computed", "numbers"):
         return SOUND[field](tuple(tuple(each) if type(each) is list else each for each in value))
     lists = [each for each in value if type(each) is list]
-    if field == "parts":
-        return value == lists and all(len(each) == 5 for each in value) and is_parts(tuple(Part(*one) for one in lists))
     groups = [value] if value and not lists else value
     return all(type(group) is list for group in groups) and is_blocks(tuple(map(tuple, groups)))
 
 
-WINDOW = Window(rank=0, ring=1, ring_size=1, device=0, offset=0, size=1, layout="x")
-WHOLE = [msgspec.structs.replace(registration([1]), window=WINDOW), *(message for message, _ in BETWEEN_US)]
+WHOLE = [registration([1]), *(message for message, _ in BETWEEN_US)]
 
 
 @pytest.mark.parametrize("message", WHOLE, ids=lambda message: type(message).__name__)
@@ -399,14 +359,6 @@ def test_the_error_names_a_missing_field(message: Registration | PeerMessage) ->
         rest = {name: value for name, value in sound.items() if name != field}
         with pytest.raises(WireError, match=field):
             read(prefix_of(message) + msgspec.msgpack.encode(rest))
-
-
-@pytest.mark.parametrize("field", WINDOW.__struct_fields__)
-def test_a_window_accepts_only_valid_values(field: str) -> None:
-    stock, sound = msgspec.to_builtins(registration([1])), msgspec.to_builtins(WINDOW)
-    for value in ODD:
-        sent = REGISTRATION_PREFIX + msgspec.msgpack.encode({**stock, "window": {**sound, field: value}})
-        assert (read_or_refused(sent) is not None) == is_window(msgspec.structs.replace(WINDOW, **{field: value}))
 
 
 @FUZZ

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord, WriteSums
 from layerpush.transport.base import Route, WriteState
 from layerpush.transport.link import Link
-from layerpush.transport.packing.packer import PushWindow
 from layerpush.transport.packing.strategy import PackingStrategy
 from layerpush.transport.writes import Transfer
 from tests.support.fake_transport import Bytes, FakeFabric, FakeTransport, Faults
@@ -204,7 +203,7 @@ class ScriptedHost:
             raise answer
         if answer is None and self.handshakes_end_at_once:
             push.handshake_ended(None)
-        return answer and replace(answer, window=self.rig.window(answer, registration))
+        return answer
 
     def is_unwanted(self, request_id: str) -> bool:
         return request_id in self.unwanted
@@ -316,9 +315,6 @@ class Rig:
     @property
     def layers(self) -> int:
         return len(self.layout.layers)
-
-    def window(self, link: Link, registration: Registration) -> PushWindow | None:
-        return None
 
     def decoder(self, name: str = "D", ranks: int = 1) -> Decoder:
         self.decoders[name] = Decoder(self, name, ranks)

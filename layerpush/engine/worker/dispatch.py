@@ -1,23 +1,20 @@
 """Hands each notification of another engine to the part of this worker that handles it. Writer thread only.
 
     from D     ``Registration``, ``Cancel``, ``Unregister``, ``Decline``               ``Registrations``
-               ``Unpacked``                                                            the packer of pushes
                ``Heartbeat``                                                           vLLM's main thread
-    from P     ``Accepted``, ``FirstToken``, ``Fail``, ``Cancelled``, ``Unpack``,
-               ``Queued``, ``Unregistered``                                            ``Loads``
+    from P     ``Accepted``, ``FirstToken``, ``Fail``, ``Cancelled``, ``Queued``,
+               ``Unregistered``                                                        ``Loads``
                ``Completion``                                                          ``Loads``, with its notification
     from both  ``Ping``                                                                ``Registrations``
                ``Pong``                                                                ``PrefillPeers``, and
                                                                                        ``IdleConnections``
 
-The writer calls ``deliver`` once a turn, and ``deliver_answers`` while it waits for its last WRITEs at shutdown. A
-notification that cannot be read is counted, logged and dropped. If a handler fails, by a defect of ours, the failure is
-logged and the notification is dropped.
+The writer calls ``deliver`` once a turn. A notification that cannot be read is counted, logged and dropped. If a
+handler fails, by a defect of ours, the failure is logged and the notification is dropped.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import deque
@@ -38,8 +35,6 @@ from layerpush.core.wire import (
     Pong,
     Queued,
     Registration,
-    Unpack,
-    Unpacked,
     Unregister,
     Unregistered,
     WireError,
@@ -54,13 +49,11 @@ from layerpush.transport.idle_connections import IdleConnections
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-LANDED = Completion | Unpack
-"""Messages that announce bytes in our device's memory."""
 MESSAGES_PER_TURN = 256
 
 
 class Dispatcher:
-    """``unpacked`` gets each ``Unpacked`` and its sender, ``heartbeat`` each heartbeat.
+    """``heartbeat`` gets each heartbeat.
 
     ``flush`` makes WRITEs that landed before a notification visible to our device, or raises ``CudaError``: see
     ``transport.cuda``.
@@ -72,7 +65,6 @@ class Dispatcher:
         registrations: Registrations,
         loads: Loads,
         idle: IdleConnections,
-        unpacked: Callable[[str, Unpacked], None],
         heartbeat: Callable[[Heartbeat], None],
         peer_errors: PeerErrors,
         flush: Callable[[], None],
@@ -81,7 +73,6 @@ class Dispatcher:
         self._registrations = registrations
         self._loads = loads
         self._idle = idle
-        self._unpacked = unpacked
         self._heartbeat = heartbeat
         self._peer_errors = peer_errors
         self._flush = flush
@@ -100,10 +91,10 @@ class Dispatcher:
         if not batch:
             return False
         arrived = list(self._read(batch))
-        failure = self._flushed() if any(isinstance(message, LANDED) for _, message, _, _ in arrived) else None
+        failure = self._flushed() if any(isinstance(message, Completion) for _, message, _, _ in arrived) else None
         for agent, message, payload, now in arrived:
             try:
-                if failure is not None and isinstance(message, LANDED):
+                if failure is not None and isinstance(message, Completion):
                     self._loads.on_invisible(agent, message, payload, failure, now)
                 else:
                     self._dispatch(agent, message, payload, now)
@@ -132,14 +123,6 @@ class Dispatcher:
             except WireError as error:
                 self._peer_errors.add("bad notification", f"a message that agent {agent} sent is dropped: {error}", now)
 
-    def deliver_answers(self) -> None:
-        """Hand over the answers of decode ranks that unpack, and nothing else: no push begins at shutdown."""
-        for agent, payload in self._arrived():
-            with contextlib.suppress(WireError):
-                message = read(payload)
-                if isinstance(message, Unpacked):
-                    self._unpacked(agent, message)
-
     def _dispatch(self, agent: str, message: Message, payload: bytes, now: float) -> None:
         match message:
             case Registration():
@@ -152,11 +135,9 @@ class Dispatcher:
                 self._registrations.on_decline(message, now)
             case Ping():
                 self._registrations.on_ping(agent, message)
-            case Unpacked():
-                self._unpacked(agent, message)
             case Heartbeat():
                 self._heartbeat(message)
-            case Accepted() | FirstToken() | Fail() | Cancelled() | Completion() | Unpack() | Queued() | Unregistered():
+            case Accepted() | FirstToken() | Fail() | Cancelled() | Completion() | Queued() | Unregistered():
                 self._loads.on_message(agent, message, payload, now)
             case Pong():
                 self._loads.peers.on_message(agent, now, identified=True)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from layerpush.core.layout import CacheLayout
-from layerpush.core.wire import Registration, Window, encode_completion
+from layerpush.core.wire import Registration, encode_completion
 from layerpush.engine.worker.guard import Guard
 from layerpush.prefill.coverage import check_blocks
 from layerpush.prefill.decode_peers import address_of
@@ -22,8 +20,6 @@ from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.writer import PushWriter
 from layerpush.transport.connections import Connections
 from layerpush.transport.link import Link
-from layerpush.transport.packing.memory import PIECE_BYTES
-from layerpush.transport.packing.packer import PushWindow
 
 if TYPE_CHECKING:
     from layerpush.compat.push_worker import VllmPushWorker
@@ -48,7 +44,6 @@ class WorkerHost:
         worker: VllmPushWorker,
         connections: Connections,
         packing: WorkerPacking,
-        layout: CacheLayout,
         on_lost: Callable[[str], None],
         make_writer: Callable[[Host], PushWriter],
         make_registrations: Callable[[PushWriter], Registrations],
@@ -56,7 +51,6 @@ class WorkerHost:
         self._worker = worker
         self._connections = connections
         self._packing = packing
-        self._layout = layout
         self.peer_lost = on_lost
         self.release = worker.report_sent
         self.whole_write_ended = worker.whole_write_ended
@@ -85,8 +79,7 @@ class WorkerHost:
             link = self._links[engine_id] = self._packing.with_gathering(self._worker.discover_link(engine_id))
             if link.refusal is not None:
                 logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, link.refusal)
-        window = self._window(link, registration)
-        return link if window is None else replace(link, window=window)
+        return link
 
     def disconnected(self, engine_id: str) -> None:
         """Forget the link to a decode engine."""
@@ -122,17 +115,6 @@ class WorkerHost:
     def completion(self, registration: Registration) -> bytes:
         return encode_completion(registration.request_id, self._worker.world_size)
 
-    def _window(self, link: Link, registration: Registration) -> PushWindow | None:
-        if self._packing.strategy is None or len(link.routes) != 1 or link.share != 1.0:
-            return None
-        offer = self.registrations.window(registration, link.routes[0].agent)
-        if offer is None:
-            return None
-        if offer.rank != link.routes[0].remote_rank or offer.layout != self._layout.digest or not _fits(offer):
-            return None
-        ring = self._packing.ring_of(link.engine_id, link.routes[0].agent, offer)
-        return None if ring is None else PushWindow(offer, ring, registration.request_id)
-
     def _refusal(self, registration: Registration) -> str | None:
         """The reason why nothing may be written to the engine that is connected under the registration's name."""
         closing = self.registrations.peers.closing(registration.decode_engine_id)
@@ -150,8 +132,3 @@ class WorkerHost:
         if self._worker.counts_blocks_like(registration.decode_engine_id):
             check_blocks([len(group) for group in push.blocks], targets)
         self._worker.push_whole(push.request_id, push.blocks, msgspec.to_builtins(registration))
-
-
-def _fits(offer: Window) -> bool:
-    """Whether a window consists of whole pieces of its ring."""
-    return not (offer.offset % PIECE_BYTES or offer.size % PIECE_BYTES) and offer.offset + offer.size <= offer.ring_size

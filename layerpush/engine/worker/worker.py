@@ -37,7 +37,6 @@ from layerpush.core.push_policy import Policy
 from layerpush.core.wire import Decline, Registration, WireError, encode_quietly
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
-from layerpush.decode.unpacking import NoUnpacking
 from layerpush.engine.metric_sources import watch_rings, watch_worker, watch_writer
 from layerpush.engine.unreported_aborts import UnreportedAborts
 from layerpush.engine.worker.dispatch import Dispatcher
@@ -148,7 +147,6 @@ class LayerwisePushWorker(VllmPushWorker):
             self,
             self._connections,
             packing,
-            layout,
             self._peer_lost,
             lambda host: self._make_writer(layout, fallback, host),
             lambda writer: Registrations(
@@ -172,7 +170,6 @@ class LayerwisePushWorker(VllmPushWorker):
             config.peer_timeout_s,
             PrefillPeers(self.engine_id, self._connections, watch, self._probe_peer, self, recorder),
             self,
-            packing.unpacker or NoUnpacking(),
             peer_errors,
             recorder,
         )
@@ -189,7 +186,6 @@ class LayerwisePushWorker(VllmPushWorker):
             self.registrations,
             self.loads,
             idle,
-            packing.unpacked,
             self.heartbeat,
             peer_errors,
             cuda.rdma_flush(self._cuda, device),
@@ -319,8 +315,8 @@ class LayerwisePushWorker(VllmPushWorker):
 
     @property
     def engines_in_use(self) -> set[str]:
-        """Engines whose connections must stay: pushes, loads or a calibration need them."""
-        return self.writer.engines_in_use | self._packing.engines_to_measure | self.loads.engines_in_use
+        """Engines whose connections must stay: pushes or loads need them."""
+        return self.writer.engines_in_use | self.loads.engines_in_use
 
     # Writer thread: its loop.
 
@@ -446,6 +442,5 @@ class LayerwisePushWorker(VllmPushWorker):
         return True
 
     def disconnecting(self, engine_id: str) -> None:
-        """Forget the link and the ring of an engine before its connection is dropped."""
+        """Forget the link to an engine before its connection is dropped."""
         self._host.disconnected(engine_id)
-        self._packing.disconnected(engine_id)

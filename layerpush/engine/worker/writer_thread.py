@@ -130,7 +130,7 @@ class WriterThread:
         if not self._worker.join_writer(DRAIN_S):
             return False
         self._pushes.fail_all("the prefill engine shuts down")
-        left = self._pushes.drain(DRAIN_S, self._dispatcher.deliver_answers)
+        left = self._pushes.drain(DRAIN_S)
         if left:
             logger.warning("layerpush shuts down with %d WRITEs still on the wire", left)
         return True

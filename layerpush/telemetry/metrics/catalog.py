@@ -138,7 +138,6 @@ WRITES = Metric(
     {
         "direct": "from P's KV cache into D's",
         "gathered": "collected in P's staging ring, into D's KV cache",
-        "packed": "collected in P's staging ring, into D's staging ring",
     },
 )
 WRITE_ESTIMATE = Metric(
@@ -332,7 +331,7 @@ RING_USED_BYTES = Metric(
     "staging_ring_used_bytes",
     Kind.GAUGE,
     Side.BOTH,
-    "Used staging memory of the rank with the most: by WRITEs on P, by requests' windows on D.",
+    "Used staging memory of the rank with the most.",
 )
 WRITER_LAG = Metric(
     "writer_lag_seconds",

@@ -1,15 +1,13 @@
 """Estimates the seconds that a WRITE takes by each plan, from measured costs. Pure.
 
 The model is described in ``docs/design/packing.md``. A WRITE of ``bytes`` in ``runs`` contiguous runs takes
-``write_s + scattered_s(runs) + bytes * wire_s``. A gather adds ``copy_s + bytes * gather_s``. A scatter on D adds
-``copy_s + bytes * scatter_s``, and its two notifications add ``messages_s``.
+``write_s + scattered_s(runs) + bytes * wire_s``. A gather adds ``copy_s + bytes * gather_s``.
 """
 
 from __future__ import annotations
 
 import enum
 from bisect import bisect_left
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 MARGIN = 0.9
@@ -23,8 +21,6 @@ class Plan(enum.Enum):
     """From cache to cache."""
     GATHERED = "gathered"
     """Gathered into the staging ring of P, and from there into the cache of D."""
-    PACKED = "packed"
-    """Gathered into the staging ring of P, from there into the ring of D, and scattered by D into its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +38,6 @@ class TransferSize:
                 return self.direct_runs
             case Plan.GATHERED:
                 return self.gathered_runs
-            case Plan.PACKED:
-                return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +45,12 @@ class Costs:
     """All in seconds.
 
     ``scattered`` has points ``(descriptors, seconds)`` for descriptors that do not merge, ascending in both. Per byte:
-    ``wire_s`` on the wire, ``gather_s`` in a gather on P, ``scatter_s`` in a scatter on D. ``messages_s`` is for
-    the two notifications of a packed WRITE. For any size: ``copy_s`` for a copy, ``write_s`` for a WRITE.
+    ``wire_s`` on the wire, ``gather_s`` in a gather on P. For any size: ``copy_s`` for a copy, ``write_s`` for a WRITE.
     """
 
     scattered: tuple[tuple[int, float], ...] = ((1000, 3e-3),)
     wire_s: float = 1 / 4e9
     gather_s: float = 1 / 4e9
-    scatter_s: float = 1 / 4e9
-    messages_s: float = 1e-3
     copy_s: float = 1e-4
     write_s: float = 1e-4
 
@@ -68,8 +59,6 @@ class Costs:
         seconds = self.write_s + self.scattered_s(transfer.runs(plan)) + transfer.bytes * self.wire_s
         if plan is not Plan.DIRECT:
             seconds += self.copy_s + transfer.bytes * self.gather_s
-        if plan is Plan.PACKED:
-            seconds += self.copy_s + transfer.bytes * self.scatter_s + self.messages_s
         return seconds
 
     def scattered_s(self, descriptors: int) -> float:
@@ -87,9 +76,7 @@ class Costs:
         best = self.estimate(Plan.GATHERED, TransferSize(size, descriptors, 1))
         return best >= MARGIN * self.estimate(Plan.DIRECT, TransferSize(size, descriptors, 1))
 
-    def choose(self, transfer: TransferSize, possible: Iterable[Plan]) -> Plan:
-        """The possible plan with the lowest estimate; the direct plan if the gain is not above the margin."""
-        best = min(possible, key=lambda plan: self.estimate(plan, transfer), default=Plan.DIRECT)
-        if self.estimate(best, transfer) < MARGIN * self.estimate(Plan.DIRECT, transfer):
-            return best
-        return Plan.DIRECT
+    def choose(self, transfer: TransferSize) -> Plan:
+        """The gathered plan, or the direct plan if the gain is not above the margin."""
+        gathered, direct = self.estimate(Plan.GATHERED, transfer), self.estimate(Plan.DIRECT, transfer)
+        return Plan.GATHERED if gathered < MARGIN * direct else Plan.DIRECT

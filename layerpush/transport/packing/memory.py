@@ -10,10 +10,6 @@ import numpy as np
 from layerpush.core.layout import BlockIds
 from layerpush.transport.packing.ring import Ring
 
-PIECE_BYTES = 8192
-"""Bytes of each descriptor of a ring; NIXL merges neighbours. A WRITE from ring to ring has whole pieces."""
-MAX_PIECES = 1023
-"""From 1024 descriptors on, NIXL spreads a WRITE over several endpoints: after a failure its end cannot be detected."""
 COOL_BYTES = 8 << 20
 
 
@@ -77,15 +73,7 @@ class Staging(Protocol):
     def gather(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
         """Copy from the cache to byte ``offset`` of the ring. The blocks must not change until the copy is over."""
 
-    def scatter(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
-        """Copy from byte ``offset`` of the ring to the cache."""
-
 
 def cool() -> None:
     """Evict data and code from the core's own caches, as a forward pass does between two WRITEs."""
     np.full(COOL_BYTES, 1, np.uint8)
-
-
-def whole_pieces(size: int) -> int:
-    """``size`` bytes, rounded up to pieces."""
-    return -(-size // PIECE_BYTES) * PIECE_BYTES

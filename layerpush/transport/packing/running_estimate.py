@@ -1,4 +1,4 @@
-"""Learns the costs of copies and messages from finished WRITEs. Writer thread only."""
+"""Learns the costs of copies from finished WRITEs. Writer thread only."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ class CopyEstimates:
             self._copy_s.add(seconds - bytes_s)
 
     def applied_to(self, costs: Costs) -> Costs:
-        """``costs`` with the current estimates. D's memory is assumed to be as fast as ours."""
-        return replace(costs, copy_s=self._copy_s.value, gather_s=self._byte_s.value, scatter_s=self._byte_s.value)
+        """``costs`` with the current estimates."""
+        return replace(costs, copy_s=self._copy_s.value, gather_s=self._byte_s.value)

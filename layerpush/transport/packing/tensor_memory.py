@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from layerpush.core.layout import BlockIds, CacheLayout, LayoutError
-from layerpush.transport.packing.memory import PIECE_BYTES, Copy, cool
+from layerpush.transport.packing.memory import Copy, cool
 from layerpush.transport.packing.ring import Ring
-from layerpush_kernels import LayerTable, gather_blocks, layer_table, scatter_blocks
+from layerpush_kernels import LayerTable, gather_blocks, layer_table
 
+ALIGNED_BYTES = 8192
 MAX_PROGRAMS = 64
 """Limits a copy to a part of a GPU's multiprocessors: prefill and decode need the others."""
 RATE_BYTES = 4 << 20
@@ -21,9 +22,9 @@ RATE_TRIES = 5
 
 
 def staging_memory(size: int, device: torch.device) -> torch.Tensor:
-    """``uint8 [size]``, aligned to ``PIECE_BYTES``, with resident pages. Raises ``torch.OutOfMemoryError``."""
-    memory = torch.zeros(size + PIECE_BYTES, dtype=torch.uint8, device=device)
-    return memory[-memory.data_ptr() % PIECE_BYTES :][:size]
+    """``uint8 [size]``, aligned to ``ALIGNED_BYTES``, with resident pages. Raises ``torch.OutOfMemoryError``."""
+    memory = torch.zeros(size + ALIGNED_BYTES, dtype=torch.uint8, device=device)
+    return memory[-memory.data_ptr() % ALIGNED_BYTES :][:size]
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -64,19 +65,12 @@ class TensorStaging:
         gather_blocks(table, ids, packed, stream=self._stream, max_programs=MAX_PROGRAMS)
         return self._started(begun)
 
-    def scatter(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
-        table, ids, packed = self._operands(layers, blocks, offset)
-        begun = self._event()
-        scatter_blocks(packed, ids, table, stream=self._stream, max_programs=MAX_PROGRAMS)
-        return self._started(begun)
-
     def copy_costs(self) -> tuple[float, float]:
         """Measure the cost of a copy between cache and ring: seconds for any size, and seconds per byte.
 
         It gathers scattered blocks that are in no processor cache, as they will be in operation. The KV cache does not
         change.
         """
-        self._compile_scatter()
         count = max(2, min(self.ring.capacity_bytes, RATE_BYTES) // self.block_bytes)
         blocks = np.random.default_rng(0).permutation(self._table.geometry.num_blocks).astype(np.int32)
         tries = np.resize(blocks, (RATE_TRIES, count))
@@ -84,15 +78,6 @@ class TensorStaging:
         many = min(self._seconds(turn, ids[1:]) for turn, ids in enumerate(tries))
         byte_s = max(many - single, 0.0) / max(count - 2, 1) / self.block_bytes
         return max(single - self.block_bytes * byte_s, 0.0), byte_s
-
-    def _compile_scatter(self) -> None:
-        """Compile now: later it would block the writer thread, and hold the GIL, for seconds. Copies nothing."""
-        if self._stream is None:
-            return
-        nothing = torch.tensor([-1], dtype=torch.int32, device=self._table.device)
-        packed = self._memory[: self.block_bytes]
-        scatter_blocks(packed, nothing, self._table[0:1], stream=self._stream, max_programs=MAX_PROGRAMS)
-        self._stream.synchronize()
 
     def _seconds(self, turn: int, ids: BlockIds) -> float:
         """Time a gather of these blocks; each turn writes to another place of the ring."""

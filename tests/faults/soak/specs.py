@@ -102,7 +102,7 @@ class LineUp:
 PLAIN = LineUp("plain", "one P writes each layer by itself, the other merges them just in time")
 LINE_UPS = (
     PLAIN,
-    LineUp("packed", "one P packs its WRITEs, the other gathers them", ({"packing": "packed"}, {"packing": "gather"})),
+    LineUp("gathered", "one P gathers all its WRITEs, the other chooses", ({"packing": "gather"}, {"packing": "auto"})),
     LineUp("whole", "one P pushes whole requests, the other chunks", ({"layerwise": False}, {"granularity": "chunk"})),
     LineUp("windows", "every other layer has a sliding window", model="hybrid"),
     LineUp(

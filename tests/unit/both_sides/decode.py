@@ -26,19 +26,15 @@ from layerpush.core.wire import (
     Pong,
     Queued,
     Registration,
-    Unpack,
     Unregistered,
     encode_quietly,
     read,
 )
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
-from layerpush.decode.unpacking import NoUnpacking
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import Address
-from layerpush.transport.packing.memory import PIECE_BYTES
-from layerpush.transport.packing.unpacker import Unpacker
 from tests.support.fake_transport import Descriptors, FakeWrite
 from tests.unit.both_sides.process import (
     BLOCK_BYTES,
@@ -51,8 +47,6 @@ from tests.unit.both_sides.process import (
     Process,
     Prompt,
 )
-from tests.unit.both_sides.rings import DecodeStaging, OwnedWindows
-from tests.unit.builders import layout_of
 
 if TYPE_CHECKING:
     from tests.unit.both_sides.world import World
@@ -108,11 +102,6 @@ class DecodeEngine(Process):
                 starts = range(rank * piece, self.memory.size, BLOCK_BYTES)
                 self.caches.append(self.endpoint.describe((ranks, rank), self.memory, starts, piece))
                 self.caches[-1].give_away(range(len(starts)))
-        layout = layout_of([0] * LAYERS, D_BLOCKS, BLOCK_BYTES)
-        self.owned = self.caches[0]
-        self.staging = DecodeStaging(self, layout)
-        self.windows = OwnedWindows(self, self.staging, world.packing.window_pieces * PIECE_BYTES)
-        self.unpacker = Unpacker(self.staging, self.windows, layout, rank=0, ring=0, device=0)
         recorder = Recorder()
         self.open_loads = Loads(
             engine_id,
@@ -120,7 +109,6 @@ class DecodeEngine(Process):
             PEER_TIMEOUT_S,
             PrefillPeers(engine_id, self.peers, self.watch, self.probe, self, recorder),
             self,
-            self.unpacker if world.packing.plan != "off" else NoUnpacking(),
             self.peer_errors,
             recorder,
         )
@@ -289,7 +277,7 @@ class DecodeEngine(Process):
         if isinstance(message, Pong):
             self.open_loads.peers.on_message(sender, self.world.now, identified=True)
         else:
-            kinds = Accepted | FirstToken | Fail | Cancelled | Completion | Unpack | Queued | Unregistered
+            kinds = Accepted | FirstToken | Fail | Cancelled | Completion | Queued | Unregistered
             assert isinstance(message, kinds)
             self.open_loads.on_message(sender, message, payload, self.world.now)
 
@@ -304,7 +292,6 @@ class DecodeEngine(Process):
         """The engine computes here from now on."""
         ids = set(self._ids(load))
         self.check_blocks(ids, "are given away")
-        assert not self.staging.writes_into(ids), f"{load} is given away while it is scattered into"
         for owned in self.caches:
             owned.give_away(ids)
         for index in ids:
@@ -325,20 +312,15 @@ class DecodeEngine(Process):
         """No WRITE is on its way into these blocks; with ``key``, none by that descriptor list."""
         for write in self.on_the_wire():
             into = write.route.remote_descriptors
-            if into != "ring" and key in (None, into) and ids & set(write.remote.tolist()):
-                self.staging.accuse(f"blocks {sorted(ids)} {deed} while {write} is on its way into them")
+            if key in (None, into) and ids & set(write.remote.tolist()):
+                self.accuse(f"blocks {sorted(ids)} {deed} while {write} is on its way into them")
 
     def check_post(self, key: Hashable, ids: Sequence[int]) -> None:
-        """No WRITE is posted into memory that a copy or another WRITE uses."""
-        self.staging.check_post(key, ids)
-        if key != "ring":
-            self.check_blocks(set(ids), "are written to again", key)
-
-    def descriptor_ids(self, layers: slice, blocks: list[int]) -> list[int]:
-        return [layer * D_BLOCKS + block for layer in range(LAYERS)[layers] for block in blocks]
+        """No WRITE is posted into memory that another WRITE uses."""
+        self.check_blocks(set(ids), "are written to again", key)
 
     def _ids(self, load: Load) -> list[int]:
-        return self.descriptor_ids(slice(LAYERS), load.blocks)
+        return [layer * D_BLOCKS + block for layer in range(LAYERS) for block in load.blocks]
 
     def _holds(self, load: Load) -> bool:
         first = load.prompt.blocks - len(load.blocks)
@@ -359,6 +341,3 @@ class DecodeEngine(Process):
         assert len(self.open_loads) == 0
         assert not self.open_loads.is_waiting
         assert len(self.watch) == 0
-        assert not self.staging.running
-        assert len(self.windows) == len(self.staging.ring) == 0, "a window was not given back"
-        assert not self.unpacker.is_busy

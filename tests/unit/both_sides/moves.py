@@ -6,13 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec.structs import replace
-
-from layerpush.core.wire import FirstToken, Part, Unpack, encode
-from layerpush.transport.packing.memory import PIECE_BYTES
-from tests.unit.both_sides.decode import DecodeEngine, Load
+from layerpush.core.wire import FirstToken, encode
+from tests.unit.both_sides.decode import DecodeEngine
 from tests.unit.both_sides.prefill import PrefillEngine, Request
-from tests.unit.both_sides.process import LAYERS, SAMPLING, Prompt
+from tests.unit.both_sides.process import SAMPLING, Prompt
 from tests.unit.both_sides.world import DECODERS, World
 
 Pick = Callable[[Sequence[Any]], Any]
@@ -186,34 +183,6 @@ def stop_or_continue(world: World, pick: Pick) -> None:
 def deafen(world: World, pick: Pick) -> None:
     """A side channel's listener ends or returns. That proves nothing about the writers."""
     world.deaf ^= {pick(list(world.engines))}
-
-
-def _awaited(world: World) -> list[tuple[DecodeEngine, Load]]:
-    """Loads that are registered, with a window or without."""
-    return [
-        (engine, load)
-        for engine in _decoding(world)
-        for load in engine.loads.values()
-        if load.request_id in engine.open_loads._open
-    ]
-
-
-@move(2, lambda world: _computes(world) and bool(_awaited(world)))
-def claim_too_much(world: World, pick: Pick) -> None:
-    """P names a wrong place or a wrong part in its message about packed blocks."""
-    engine, load = pick(_awaited(world))
-    window = engine.windows.offset_of(load.request_id)
-    whole = Part(0, LAYERS, 0, 0, len(load.blocks))
-    elsewhere = [at for at in range(0, len(engine.staging.memory) + 2 * PIECE_BYTES, PIECE_BYTES) if at != window]
-    lies = [(at, whole) for at in elsewhere if window is None or not window < at < window + engine.windows.size]
-    if window is not None:
-        end = window + engine.windows.size
-        lies += [(window, replace(whole, end=whole.end + 1)), (window, replace(whole, end_layer=LAYERS + 1))]
-        lies += [(end - 1, whole), (end - 8, whole), (window, replace(whole, group=1))]
-    offset, part = pick(lies)
-    world.lies += 1
-    message = Unpack(load.request_id, (1 << 40) + world.lies, offset, (part,))
-    pick(_prefill(world).ranks).transport.notify(engine.name, encode(message))
 
 
 @move(2, lambda world: _computes(world) and bool(world.prompts))

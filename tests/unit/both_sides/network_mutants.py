@@ -20,11 +20,6 @@ def a_write_has_landed_when_it_has_left(patch: Patch) -> None:
     patch.setattr(AcknowledgedTransport, "poll", mutated)
 
 
-@mutant(ordered=False, packing={"plan": "packed"})
-def a_packed_write_has_landed_when_it_has_left(patch: Patch) -> None:
-    a_write_has_landed_when_it_has_left(patch)
-
-
 @mutant(ordered=False, hold_writes=0.8, drop=0.2)
 def a_question_is_answered_before_the_write_has_landed(patch: Patch) -> None:
     read = acknowledged._read

@@ -18,7 +18,6 @@ from layerpush.core.wire import (
     Message,
     Ping,
     Registration,
-    Unpacked,
     Unregister,
     encode_completion,
 )
@@ -34,7 +33,7 @@ from layerpush.telemetry.trace_records import WriteRecord, WriteSums
 from layerpush.transport.base import DescriptorIds, Route, TransportError, WriteHandle, WriteState
 from layerpush.transport.link import Link
 from layerpush.transport.packing.cost_model import Costs
-from layerpush.transport.packing.packer import Packer, PushWindow
+from layerpush.transport.packing.packer import Packer
 from layerpush.transport.packing.strategy import PackingStrategy
 from layerpush.transport.writes import Transfer
 from tests.support.fake_transport import Bytes
@@ -74,7 +73,7 @@ class PrefillRank(Process):
         self.capture = StepEvents(layout.index_of, lambda: None, None)
         identity, trace = Identity(engine.engine_id, rank), TraceFile(None, engine.engine_id, rank)
         self.staging = PrefillStaging(self, layout)
-        self.packer = Packer(self.transport, layout, self.staging, self.piece, lambda: world.now)
+        self.packer = Packer(self.transport, layout, self.staging, self.piece)
         self.strategy = self._strategy()
         self._post = self.endpoint.post_write
         self.endpoint.post_write = self._posted  # type: ignore[method-assign]
@@ -108,8 +107,8 @@ class PrefillRank(Process):
         if packing.plan == "off":
             return None
         if packing.plan != "mixed":
-            return PackingStrategy(self.packer, self.layout, packing.plan, Costs())  # type: ignore[arg-type]
-        strategy = MixedStrategy(self.packer, self.layout, "packed", Costs())
+            return PackingStrategy(self.packer, packing.plan, Costs())  # type: ignore[arg-type]
+        strategy = MixedStrategy(self.packer, "gather", Costs())
         strategy.draw = random.Random(packing.seed)
         return strategy
 
@@ -188,8 +187,6 @@ class PrefillRank(Process):
                 self.registrations.on_decline(message, self.world.now)
             case Ping():
                 self.registrations.on_ping(sender, message)
-            case Unpacked():
-                self.packer.unpacked(sender, message.number, message.done)
             case _:
                 assert isinstance(message, Heartbeat)
 
@@ -201,8 +198,7 @@ class PrefillRank(Process):
         self.require_current(registration)
         route = self._route(engine_id)
         gathered = None if self.strategy is None else replace(route, local_descriptors="blocks")
-        link = Link(engine_id, (route,), (D_BLOCKS,) * LAYERS, gathered=gathered)
-        return replace(link, window=self._window(link, registration))
+        return Link(engine_id, (route,), (D_BLOCKS,) * LAYERS, gathered=gathered)
 
     def require_current(self, registration: Registration) -> None:
         closing = self.registrations.peers.closing(registration.decode_engine_id)
@@ -213,12 +209,6 @@ class PrefillRank(Process):
 
     def _route(self, engine_id: str) -> Route:
         return Route(self.agents_of(engine_id)[0], 0, "kv", (self.engine.size, self.rank))
-
-    def _window(self, link: Link, registration: Registration) -> PushWindow | None:
-        offer = registration.window
-        if self.strategy is None or offer is None or offer.layout != self.layout.digest:
-            return None
-        return PushWindow(offer, Route(link.routes[0].agent, 0, "pieces", "ring"), registration.request_id)
 
     def take_registration(self, request_id: str) -> Registration | None:
         return self.registrations.take(request_id, self.world.now)
@@ -289,7 +279,6 @@ class PrefillRank(Process):
         assert len(self.writer) == 0
         assert not self.staging.running
         assert len(self.staging.ring) == 0, "a span was not given back"
-        assert not self.packer.unpacking
         assert not self.writer.engines_in_use | self.writer.engines_in_flight
         assert len(self.registrations._pending) == 0
         assert not self.registrations._arrivals.requests, "an ended request was not forgotten"

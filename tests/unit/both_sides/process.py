@@ -151,6 +151,10 @@ class Process:
     def disconnect(self, engine_id: str) -> None:
         self.connected.pop(engine_id, None)
 
+    def accuse(self, text: str) -> None:
+        """Note a forbidden use of memory."""
+        self.world.wrongs.append(f"{self.name}: {text}")
+
     def task(self, task: Callable[[], None]) -> None:
         self.tasks.append(task)
 

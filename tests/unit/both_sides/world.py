@@ -71,12 +71,12 @@ class World:
         """Steps that P's scheduler has taken back."""
         self.completions: Counter[tuple[str, tuple[str, str]]] = Counter()
         self.wrongs: list[str] = []
-        """Forbidden uses of staging memory."""
+        """Forbidden uses of memory."""
         self.plans: Counter[str] = Counter()
         """Landed WRITEs by plan."""
         self.defects = Defects()
         logging.getLogger("vllm.layerpush").addHandler(self.defects)
-        self._names = self._ids = self._checked = self.lies = 0
+        self._names = self._ids = self._checked = 0
         for engine_id in ("P", *DECODERS):
             self.start(engine_id)
 
