@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -135,9 +135,13 @@ class FirstTokens:
         sampling, parameters = sampling_of(request.sampling_params)
         return {"sampling": sampling, "parameters": parameters}
 
-    def reported(self, received: Iterable[str], known: Mapping[str, int | Missing]) -> None:
-        """The loads of ``received`` are over. ``known``: P's tokens, or the reasons that there are none."""
-        self._asked.update({request_id: known[request_id] for request_id in self._asked.keys() & known.keys()})
+    def token_reported(self, request_id: str, token: int | Missing) -> None:
+        """A rank has P's token for a load, or the reason that there is none. One rank's token is every rank's."""
+        if request_id in self._asked and not isinstance(self._asked[request_id], int):
+            self._asked[request_id] = token
+
+    def reported(self, received: Iterable[str]) -> None:
+        """These loads are over on all ranks."""
         self._loaded.update({request_id: self._asked.pop(request_id) for request_id in self._asked.keys() & received})
 
     def finished(self, request_id: str) -> None:

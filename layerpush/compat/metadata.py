@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
@@ -17,26 +18,59 @@ ABORTED = "aborted"
 """The reason to cancel a load whose request the engine has finished. Any other reason is a deadline."""
 
 
+@dataclass(frozen=True, slots=True)
+class WentElsewhere:
+    """A request went to another data-parallel ``rank`` of this prefill engine."""
+
+    request_id: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """This decode engine computes a request itself although the prefill engine at ``address`` has it."""
+
+    address: Address
+    message: Decline
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCancelled:
+    """This decode engine cancels a load. ``reason`` is ``ABORTED``, or names the deadline."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPostponed:
+    """P cannot begin this load of this decode engine, and other requests need its blocks."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TraceHeaders:
+    """W3C headers of a request's OpenTelemetry trace."""
+
+    request_id: str
+    headers: Mapping[str, str]
+
+
+Notice = WentElsewhere | Declined | LoadCancelled | LoadPostponed | TraceHeaders
+News = Arrived | Notice
+
+
 class LayerwiseMetadata(NixlConnectorMetadata):
     """vLLM's metadata of a step, extended by layerpush's. Lasts for one step."""
 
     step_plan: StepPlan = StepPlan()
+    news: Sequence[News] = ()
+    """Since the last step, in the order of events."""
     sampled: Mapping[str, Sampled] = MappingProxyType({})
-    """First tokens of the requests that this prefill engine has finished, by request id."""
-    cancelled: Mapping[str, str] = MappingProxyType({})
-    """Loads that this decode engine cancels: request id -> reason."""
-    unregistered: Sequence[str] = ()
-    """Loads of this decode engine that P cannot begin, and whose blocks other requests need."""
+    """First tokens of the requests in ``push_finished_blocks``, by request id."""
     short_of_blocks: bool = False
     """Whether the first request in the queue could not get its blocks in this step."""
-    declined: Sequence[tuple[Address, Decline]] = ()
-    """Requests that this decode engine computes itself although a prefill engine has them."""
-    arrived: Sequence[Arrived] = ()
-    """Requests that this prefill engine is to push. Only those that came since the last step."""
-    elsewhere: Mapping[str, int] = MappingProxyType({})
-    """Requests that went to another data-parallel rank of this prefill engine: that rank, by request id."""
-    trace_headers: Mapping[str, Mapping[str, str]] = MappingProxyType({})
-    """W3C headers of an OpenTelemetry trace, by request id. Only of requests that came since the last step."""
 
     @classmethod
     def extending(cls, metadata: NixlConnectorMetadata) -> LayerwiseMetadata:

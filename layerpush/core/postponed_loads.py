@@ -8,7 +8,7 @@ requests that it gave way to have their blocks. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 Names = frozenset[str]
 
@@ -40,12 +40,14 @@ class PostponedLoads:
         for others in self._postponed.values():
             others.discard(request_id)
 
-    def reported(self, queued: Mapping[str, Names], unregistered: Mapping[str, set[int]]) -> None:
-        """Reports of this engine's ranks: P's ``Queued`` by load, and the ranks on which a load is unregistered."""
-        self._queued.update(queued)
-        for request_id, ranks in unregistered.items():
-            if request_id in self._asked:
-                self._unregistered.setdefault(request_id, set()).update(ranks)
+    def queued(self, request_id: str, computed: Names) -> None:
+        """P cannot begin this load. It holds the prompts with these names."""
+        self._queued[request_id] = computed
+
+    def unregistered(self, request_id: str, rank: int) -> None:
+        """This rank of the engine has unregistered the load."""
+        if request_id in self._asked:
+            self._unregistered.setdefault(request_id, set()).add(rank)
 
     def to_unregister(self, short_of_blocks: bool) -> list[str]:
         """The loads that are to be unregistered now; each is returned once for each of P's reports."""

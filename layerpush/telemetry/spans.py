@@ -7,7 +7,6 @@ span's id, so ours cannot be its children: they lie beside it, below the client'
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +27,7 @@ Emit = Callable[[str, int, int, Mapping[str, Any], Headers], None]
 
 
 class Spans:
-    """Remembers the headers of requests until their push or load is over, and then emits the span."""
+    """Remembers the headers of requests until their push or load is over, and then emits the span. Writer thread."""
 
     def __init__(self, emit: Emit, request_id_key: str) -> None:
         self._emit = emit
@@ -36,15 +35,14 @@ class Spans:
         self._headers: dict[str, Headers] = {}
         self._peer_errors = PeerErrors(logger, QUIET_S)
 
-    def expect(self, headers: Mapping[str, Headers]) -> None:
-        """Remember the headers of requests of this engine, by request id. Main thread."""
-        self._headers.update(headers)
-        with contextlib.suppress(RuntimeError):  # the writer removed one meanwhile: the next call trims
-            while len(self._headers) > HEADERS_KEPT:
-                self._headers.pop(next(iter(self._headers)), None)
+    def expect(self, request_id: str, headers: Headers) -> None:
+        """Remember the headers of a request of this engine."""
+        self._headers[request_id] = headers
+        if len(self._headers) > HEADERS_KEPT:
+            del self._headers[next(iter(self._headers))]
 
     def add(self, record: PushRecord | LoadRecord) -> None:
-        """Emit the span of a push or load that is over. A load that is recorded twice gets one span. Writer thread."""
+        """Emit the span of a push or load that is over. A load that is recorded twice gets one span."""
         headers = self._headers.pop(record.request_id, None)
         marks = [at for at in _marks(record) if at is not None]
         if headers is None or not marks:

@@ -9,14 +9,14 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pytest
 
-from layerpush.compat.worker_report import WorkerReport
+from layerpush.compat.metadata import ABORTED, Declined, LoadCancelled
+from layerpush.compat.worker_report import LoadCleared, LoadParked, LoadToken, WorkerReport
 from layerpush.core.request_index import Arrived
 from layerpush.core.wire import PROTOCOL_VERSION
-from layerpush.engine.scheduler.awaited_pushes import ABORTED
 from layerpush.engine.scheduler.scheduler import LayerwisePushScheduler
 from tests.connector.conftest import PORTS
 from tests.connector.engine import BLOCK_SIZE, BLOCKS, HEAD_SIZE, HEADS, NAMES, cache_config, config_of
@@ -30,6 +30,7 @@ OTHERS = range(50_000, 60_000)
 
 
 Attention = Literal["full", "window", "chunk"]
+T = TypeVar("T")
 
 
 def windowed_config(attention: Attention, window: int = WINDOW) -> Any:
@@ -150,6 +151,15 @@ class Decode:
                 return
         raise AssertionError("requests are left over")
 
+    def news(self, kind: type[T]) -> list[T]:
+        """What the last step's metadata says of this kind."""
+        return [each for each in self.metadata.news if isinstance(each, kind)]
+
+    @property
+    def cancelled(self) -> dict[str, str]:
+        """The loads that the last step cancels, with the reasons."""
+        return {each.request_id: each.reason for each in self.news(LoadCancelled)}
+
     def registered(self) -> set[int]:
         """The blocks that the last step's metadata registers."""
         (registration,) = self.metadata.push_registrations.values()
@@ -231,7 +241,7 @@ def waiting(request: pytest.FixtureRequest, decode: Build, policy: str) -> tuple
 
 def test_no_request_gets_the_blocks_of_a_parked_load(waiting: tuple[Decode, set[int]], policy: str) -> None:
     d, registered = waiting
-    d.step(report=WorkerReport(parked={"r": {0}}), failed=("r",))
+    d.step(report=WorkerReport([LoadParked("r", 0)]), failed=("r",))
     for _ in range(12):
         d.crowd()
         d.step()
@@ -242,7 +252,7 @@ def test_no_request_gets_the_blocks_of_a_parked_load(waiting: tuple[Decode, set[
     assert d.free_blocks == IDLE - len(registered)
     assert d.scheduler.has_requests(), "the engine must step until the workers clear the load"
 
-    d.step(report=WorkerReport(cleared={"r": {0}}))
+    d.step(report=WorkerReport([LoadCleared("r", 0)]))
     assert d.free_blocks == IDLE
     d.step()
     assert not d.scheduler.has_requests()
@@ -253,7 +263,7 @@ def test_recomputing_takes_other_blocks(decode: Build) -> None:
     d.decode("r")
     d.step()
     registered = d.registered()
-    d.step(report=WorkerReport(parked={"r": {0}}), failed=("r",))
+    d.step(report=WorkerReport([LoadParked("r", 0)]), failed=("r",))
     d.step()
     assert d.requests["r"].status.name == "RUNNING"
     assert len(d.owned()) == 7
@@ -291,7 +301,7 @@ def test_a_failed_load_does_not_hold_up_complete_ones(decode: Build) -> None:
     d.step()
     assert d.free_blocks < 7
     first, *others = names
-    d.step(report=WorkerReport(parked={first: {0}}), failed=(first,))
+    d.step(report=WorkerReport([LoadParked(first, 0)]), failed=(first,))
     d.step(*others)
     d.finish()
     assert set(d.reasons) == set(names)
@@ -317,12 +327,12 @@ def test_parked_blocks_stay_until_every_rank_has_cleared(decode: Build) -> None:
     d = decode(policy="fail")
     d.decode("r")
     d.step()
-    d.step(report=WorkerReport(parked={"r": {1}}))
-    d.step(report=WorkerReport(parked={"r": {0}}), failed=("r",))
+    d.step(report=WorkerReport([LoadParked("r", 1)]))
+    d.step(report=WorkerReport([LoadParked("r", 0)]), failed=("r",))
     assert d.reasons["r"] == "error"
-    d.step(report=WorkerReport(cleared={"r": {0}}))
+    d.step(report=WorkerReport([LoadCleared("r", 0)]))
     assert d.free_blocks == IDLE - 7
-    d.step(report=WorkerReport(cleared={"r": {1}}))
+    d.step(report=WorkerReport([LoadCleared("r", 1)]))
     assert d.free_blocks == IDLE
 
 
@@ -330,8 +340,8 @@ def test_a_rank_may_clear_before_the_last_rank_fails(decode: Build) -> None:
     d = decode(policy="fail")
     d.decode("r")
     d.step()
-    d.step(report=WorkerReport(parked={"r": {1}}))
-    d.step(report=WorkerReport(cleared={"r": {1}}))
+    d.step(report=WorkerReport([LoadParked("r", 1)]))
+    d.step(report=WorkerReport([LoadCleared("r", 1)]))
     assert d.free_blocks == IDLE - 7
     d.step(failed=("r",))
     assert d.free_blocks == IDLE
@@ -341,11 +351,11 @@ def test_an_aborted_requests_blocks_stay_until_the_workers_report(waiting: tuple
     d, registered = waiting
     d.abort("r")
     d.step()
-    assert d.metadata.cancelled == {"r": ABORTED}
+    assert d.cancelled == {"r": ABORTED}
     for _ in range(5):
         d.crowd()
         d.step()
-        assert d.metadata.cancelled == {}
+        assert d.cancelled == {}
         assert not d.owned(but="r") & registered
     d.finish()
     assert d.scheduler.has_requests()
@@ -357,12 +367,12 @@ def test_an_aborted_requests_blocks_stay_until_the_workers_report(waiting: tuple
 
 def test_an_aborted_request_may_be_parked_too(waiting: tuple[Decode, set[int]]) -> None:
     d, registered = waiting
-    d.step(report=WorkerReport(parked={"r": {0}}))
+    d.step(report=WorkerReport([LoadParked("r", 0)]))
     d.abort("r")
     d.step(failed=("r",))
     assert d.free_blocks == IDLE - len(registered)
     assert "r" not in d.scheduler.requests
-    d.step(report=WorkerReport(cleared={"r": {0}}))
+    d.step(report=WorkerReport([LoadCleared("r", 0)]))
     assert d.free_blocks == IDLE
 
 
@@ -370,11 +380,11 @@ def test_an_abort_after_a_failed_load_cancels_nothing(decode: Build) -> None:
     d = decode()
     d.decode("r")
     d.step()
-    d.step(report=WorkerReport(parked={"r": {0}}), failed=("r",))
+    d.step(report=WorkerReport([LoadParked("r", 0)]), failed=("r",))
     d.abort("r")
     assert d.free_blocks == IDLE - 7
-    d.step(report=WorkerReport(cleared={"r": {0}}))
-    assert d.metadata.cancelled == {}, "the workers have reported the failure themselves"
+    d.step(report=WorkerReport([LoadCleared("r", 0)]))
+    assert d.cancelled == {}, "the workers have reported the failure themselves"
     assert d.free_blocks == IDLE
 
 
@@ -383,11 +393,11 @@ def test_a_load_without_a_push_is_cancelled_after_the_timeout(decode: Build, cap
     with caplog.at_level(logging.WARNING, "vllm"):
         d.decode("r")
         d.step()
-    assert d.metadata.cancelled == {"r": "no push within 0 s (push_registration_timeout)"}
+    assert d.cancelled == {"r": "no push within 0 s (push_registration_timeout)"}
     assert d.registered(), "the registration goes out all the same: the workers get both"
     assert not [record for record in caplog.records if "timed out" in record.getMessage()], "vLLM's own watch is off"
     d.step()
-    assert d.metadata.cancelled == {}
+    assert d.cancelled == {}
     d.step(failed=("r",))
     d.run("r")
     assert d.reasons["r"] == "length"
@@ -398,7 +408,7 @@ def test_the_default_registration_timeout_is_upstreams(decode: Build) -> None:
     assert d.scheduler.connector.connector_scheduler._push_registration_timeout == 480
     d.decode("r")
     d.step()
-    assert d.metadata.cancelled == {}
+    assert d.cancelled == {}
 
 
 def test_a_load_failed_by_policy_is_not_cancelled_as_well(decode: Build) -> None:
@@ -408,7 +418,7 @@ def test_a_load_failed_by_policy_is_not_cancelled_as_well(decode: Build) -> None
     d.step()
     d.step(failed=("r",))
     d.step()
-    assert d.metadata.cancelled == {}
+    assert d.cancelled == {}
     assert not d.scheduler.has_requests()
 
 
@@ -419,7 +429,7 @@ def test_a_request_aborted_before_its_first_step_registers_nothing(decode: Build
     d.step()
     assert d.metadata.reqs_to_recv == {}
     assert d.metadata.push_registrations == {}
-    assert d.metadata.cancelled == {}
+    assert d.cancelled == {}
     assert not d.scheduler.has_requests()
 
 
@@ -461,9 +471,9 @@ def test_p_and_d_compute_the_same_prompt_digest(decode: Build, monkeypatch: pyte
         params = {"do_remote_decode": True, "do_remote_prefill": False}
         p.add(f"r{length}", list(range(3, 3 + length)), params, max_tokens=1)
         p.step()
-        assert p.metadata.arrived == [Arrived(f"r{length}", None, digest)]
+        assert p.news(Arrived) == [Arrived(f"r{length}", None, digest)]
     p.step()
-    assert p.metadata.arrived == []
+    assert p.news(Arrived) == []
 
 
 def test_a_paused_p_reports_its_queued_requests(decode: Build) -> None:
@@ -476,7 +486,7 @@ def test_a_paused_p_reports_its_queued_requests(decode: Build) -> None:
     p.add("r", list(range(3, 103)), params, max_tokens=1)
     assert p.scheduler.has_requests(), "the engine steps once more"
     assert p.step().num_scheduled_tokens == {}
-    assert [(each.request_id, each.transfer_id) for each in p.metadata.arrived] == [("r", "t")]
+    assert [(each.request_id, each.transfer_id) for each in p.news(Arrived)] == [("r", "t")]
     assert not p.scheduler.has_requests(), "the engine takes no second step"
 
 
@@ -502,7 +512,7 @@ def test_d_registers_all_blocks_that_the_last_token_attends_to(
     (registration,) = d.metadata.push_registrations.values()
     end = -(-tokens // BLOCK_SIZE)
     assert list(map(len, registration["local_block_ids"])) == [end, end - first // BLOCK_SIZE]
-    d.step("r", report=WorkerReport(first_tokens={} if first_token is None else {"r": first_token}))
+    d.step("r", report=None if first_token is None else WorkerReport([LoadToken("r", first_token)]))
     scheduled = d.step().scheduled_new_reqs[0]
     assert scheduled.num_computed_tokens == (tokens - 1 if first_token is None else tokens)
     if first_token is None:
@@ -556,13 +566,14 @@ def test_d_declines_the_push_of_a_prompt_that_it_computes(decode: Build) -> None
     request = d.decode("r")
     request.skip_reading_prefix_cache = True
     d.step()
-    ((address, decline),) = d.metadata.declined
+    (declined,) = d.news(Declined)
+    address, decline = declined.address, declined.message
     assert (address.engine_id, address.host, address.port, address.tp_size) == ("p", "127.0.0.1", 1, 1)
     assert (decline.request_id, decline.prefill_request_id, len(decline.prompt_digest)) == ("r", "r-on-p", 32)
     scheduler = d.scheduler.connector.connector_scheduler
     assert scheduler._heartbeat_req_engine == {}
     d.step()
-    assert d.metadata.declined == []
+    assert d.news(Declined) == []
     d.run("r")
 
 
@@ -572,5 +583,5 @@ def test_d_declines_the_push_of_a_request_aborted_in_the_queue(decode: Build) ->
     d.abort("r")
     assert d.scheduler.has_requests(), "the workers must get the decline"
     d.step()
-    assert [decline.request_id for _, decline in d.metadata.declined] == ["r"]
+    assert [each.message.request_id for each in d.news(Declined)] == ["r"]
     assert not d.scheduler.has_requests()

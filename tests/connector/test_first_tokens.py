@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from layerpush.compat.worker_report import WorkerReport
+from layerpush.compat.worker_report import LoadToken, WorkerReport
 from layerpush.core.first_token import Missing
 from tests.connector.conftest import PORTS
 from tests.connector.engine import BLOCK_SIZE, BLOCKS, cache_config, config_of
@@ -162,7 +162,9 @@ class Decode:
             finished_sending=set(),
             finished_recving={*received, *failed},
             failed_recving=set(failed),
-            kv_connector_worker_meta=WorkerReport(first_tokens=first_tokens) if first_tokens else None,
+            kv_connector_worker_meta=WorkerReport([LoadToken(*each) for each in first_tokens.items()])
+            if first_tokens
+            else None,
         )
         self._results.append((output, self._runner.run(output, report)))
         while len(self._results) > self._ahead:

@@ -10,8 +10,9 @@ import pytest
 from layerpush.compat import patches
 from layerpush.compat.early_answer import MARK
 from layerpush.compat.handshake_executor import HandshakeExecutor
+from layerpush.compat.metadata import LoadPostponed
 from layerpush.compat.patches import Process
-from layerpush.compat.worker_report import WorkerReport
+from layerpush.compat.worker_report import LoadQueued, PushWithdrawn, WorkerReport
 from layerpush.core.config import ConfigError
 from tests.connector import test_decode_scheduler, test_first_tokens
 from tests.connector.engine import holds_prompt
@@ -58,9 +59,9 @@ def test_without_failed_loads_no_load_gives_way(
     ours = d.scheduler.connector.connector_scheduler
     held = frozenset(name for names in ours.postponed._waiting.values() for name in names)
     assert held, "a request waits for blocks"
-    d.step(report=WorkerReport(queued={"r0": held}))
+    d.step(report=WorkerReport([LoadQueued("r0", held)]))
     d.step()
-    assert not d.metadata.unregistered
+    assert not d.news(LoadPostponed)
     d.step("r1", failed=("r0",))
     d.step()
     d.step("r2")
@@ -115,7 +116,7 @@ def test_p_computes_a_request_that_its_decode_engine_does_not_want(
         leave_out(name, Process.ENGINE_CORE, monkeypatch)
     p = decode({"answer_early": True}, role="kv_producer")
     p.add("r", list(range(3, 30)), {"do_remote_decode": True, MARK: True})
-    p.step(report=WorkerReport(withdrawn={"r"}))
+    p.step(report=WorkerReport([PushWithdrawn("r")]))
     p.step()
     assert p.reasons == ({"r": "abort"} if name is None else {"r": "length"})
 

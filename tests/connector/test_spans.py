@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from layerpush.compat.metadata import TraceHeaders
 from layerpush.telemetry.spans import Spans
 from tests.connector.conftest import PORTS
 from tests.connector.engine import cache_config, config_of
@@ -56,16 +57,16 @@ def test_workers_get_the_trace_headers_of_a_request_once(engine: Callable[[str |
     arrive(one, "not traced", PREFILL, None)
     arrive(one, "not pushed", None, HEADERS)
     one.step()
-    assert one.metadata.trace_headers == {"traced": HEADERS}
+    assert one.news(TraceHeaders) == [TraceHeaders("traced", HEADERS)]
     one.step()
-    assert one.metadata.trace_headers == {}
+    assert one.news(TraceHeaders) == []
 
 
 def test_without_a_collector_workers_get_no_trace_headers(engine: Callable[[str | None], Decode]) -> None:
     one = engine(None)
     arrive(one, "traced", PREFILL, HEADERS)
     one.step()
-    assert one.metadata.trace_headers == {}
+    assert one.news(TraceHeaders) == []
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_vllms_hook_puts_the_push_span_below_the_clients_span(exported: Any) -> 
     from layerpush.compat.spans import REQUEST_ID, emit_span
 
     spans = Spans(emit_span, REQUEST_ID)
-    spans.expect({push().request_id: HEADERS})
+    spans.expect(push().request_id, HEADERS)
     spans.add(push(t_first_planned=1.0, t_last_ready=2.0))
     (span,) = exported.get_finished_spans()
     assert span.name == "layerpush.push"
@@ -106,7 +107,7 @@ def test_without_opentelemetry_nothing_is_exported(exported: Any, monkeypatch: p
 
     monkeypatch.setattr(otel, "_IS_OTEL_AVAILABLE", False)
     spans = Spans(emit_span, REQUEST_ID)
-    spans.expect({push().request_id: HEADERS})
+    spans.expect(push().request_id, HEADERS)
     spans.add(push(t_first_planned=1.0, t_last_ready=2.0))
     assert exported.get_finished_spans() == ()
 

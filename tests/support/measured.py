@@ -9,5 +9,7 @@ from layerpush.telemetry.metrics.tally import Tally
 
 def measured(recorder: Recorder) -> Tally:
     """Take the rank's metrics, with the ends of its pushes and loads, as its scheduler counts them."""
-    Endings(1, recorder).reported(recorder.endings(), 0.0)
+    endings = Endings(1, recorder)
+    for ending in recorder.endings():
+        endings.reported(ending, 0.0)
     return recorder.take()

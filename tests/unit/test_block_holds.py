@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.compat.worker_report import WorkerReport
+from layerpush.compat.worker_report import AbortsPending, LoadParked, WorkerReport
 from layerpush.engine.scheduler.awaited_pushes import ABORTED, AwaitedPushes
 from layerpush.engine.scheduler.block_holds import BlockHolds
 
@@ -57,14 +57,15 @@ def test_blocks_count_as_parked_only_after_the_engine_freed_them(pool: Pool, blo
 
     block_holds.hold("r", [1, 2, 3])
     block_holds.hold("s", [4])
-    block_holds.parked("r", {0, 1})
+    block_holds.parked("r", 0)
+    block_holds.parked("r", 1)
     assert parked() == (0, 0), "the engine holds the blocks itself"
     block_holds.settled("r")
     block_holds.settled("s")
     assert parked() == (1, 3)
-    block_holds.cleared("r", {0})
+    block_holds.cleared("r", 0)
     assert parked() == (1, 3)
-    block_holds.cleared("r", {1})
+    block_holds.cleared("r", 1)
     assert parked() == (0, 0)
 
 
@@ -94,11 +95,11 @@ def test_no_order_of_events_frees_a_block_that_a_rank_may_still_write(steps: lis
                 under_way.setdefault(request, set())
                 settled.discard(request)
             case "parked":
-                block_holds.parked(name, {rank})
+                block_holds.parked(name, rank)
                 if request in under_way:
                     under_way[request].add(rank)
             case "cleared":
-                block_holds.cleared(name, {rank})
+                block_holds.cleared(name, rank)
                 under_way.get(request, set()).discard(rank)
             case "settled":
                 block_holds.settled(name)
@@ -120,7 +121,7 @@ def test_an_overdue_push_is_cancelled_once(awaited: AwaitedPushes) -> None:
     assert awaited.cancelled(9e9) == {}
     assert awaited.needs_steps, "the workers have not reported the end yet"
     assert len(awaited) == 1
-    awaited.reported(["r"], None)
+    awaited.reported(["r"])
     assert not awaited.needs_steps
     assert len(awaited) == 0
 
@@ -146,7 +147,7 @@ def test_an_aborted_request_is_cancelled_once(awaited: AwaitedPushes) -> None:
     assert awaited.needs_steps
     assert awaited.cancelled(1.0) == {"r": ABORTED}
     assert awaited.cancelled(9e9) == {}
-    awaited.reported(["r"], None)
+    awaited.reported(["r"])
     assert not awaited.needs_steps
 
 
@@ -160,29 +161,29 @@ def test_an_abort_cancels_an_overdue_request_again(awaited: AwaitedPushes) -> No
 
 def test_a_received_request_finishes_without_a_cancel(awaited: AwaitedPushes) -> None:
     awaited.registered("r", [1], 0.0)
-    awaited.reported(["r"], None)
+    awaited.reported(["r"])
     awaited.finished("r")
     awaited.finished("never registered")
     assert awaited.cancelled(9e9) == {}
     assert not awaited.needs_steps
 
 
-def test_a_report_is_applied_in_the_order_of_events(pool: Pool, awaited: AwaitedPushes) -> None:
-    """Parked, reported and cleared within one step."""
+def test_a_load_may_be_cleared_before_it_is_reported_as_over(pool: Pool, awaited: AwaitedPushes) -> None:
     awaited.registered("r", [1], 0.0)
-    awaited.reported(["r"], WorkerReport(parked={"r": {0, 1}}, cleared={"r": {0}}))
+    for rank in (0, 1):
+        awaited.block_holds.parked("r", rank)
+    awaited.block_holds.cleared("r", 0)
+    awaited.reported(["r"])
     assert pool.held == {1}
     assert awaited.needs_steps
-    awaited.reported([], WorkerReport(cleared={"r": {1}}))
+    awaited.block_holds.cleared("r", 1)
     assert pool.held == set()
     assert not awaited.needs_steps
 
 
-def test_reports_of_ranks_are_merged() -> None:
-    both = WorkerReport({"a": {0}}, {"b": {0}}).aggregate(WorkerReport({"a": {1}, "c": {1}}, {}))
-    assert both == WorkerReport({"a": {0, 1}, "c": {1}}, {"b": {0}})
-    assert WorkerReport(settling=True).aggregate(WorkerReport()).settling
-    assert WorkerReport().aggregate(WorkerReport(settling=True)).settling
-    assert not both.settling
+def test_reports_of_ranks_are_joined() -> None:
+    one, two = WorkerReport([LoadParked("a", 0), AbortsPending()]), WorkerReport([LoadParked("a", 1)])
+    both = one.aggregate(two)
+    assert both == WorkerReport([LoadParked("a", 0), AbortsPending(), LoadParked("a", 1)])
     assert pickle.loads(pickle.dumps(both)) == both
     assert both, "vLLM drops a falsy report"

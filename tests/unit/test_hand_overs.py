@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from layerpush.compat.worker_report import WorkerReport
 from layerpush.engine.scheduler.hand_overs import HandOvers
 from layerpush.telemetry.metrics.catalog import (
     HAND_OVER,
@@ -37,7 +36,7 @@ class World:
         self.hand_overs = HandOvers("D", self.recorder, self.records.append)
         self.request = Request()
         self.hand_overs.registered(self.request)
-        self.hand_overs.completed({"r": 10.0}, clock_name() if clock is None else clock)
+        self.hand_overs.completed("r", 10.0, clock_name() if clock is None else clock)
 
     def seconds(self) -> Callable[[Metric], list[float]]:
         """A metric's one observation since the last call, in a list; an empty list if there is none."""
@@ -90,12 +89,22 @@ def test_a_request_of_one_token_is_measured() -> None:
 
 def test_the_last_completion_of_several_ranks_counts() -> None:
     world = World()
-    world.hand_overs.completed({"r": 10.5}, clock_name())
-    world.hand_overs.completed({"r": 10.25}, clock_name())
+    world.hand_overs.completed("r", 10.5, clock_name())
+    world.hand_overs.completed("r", 10.25, clock_name())
     world.hand_overs.reported(["r"], set(), 11.0)
     world.request.num_output_tokens = 1
     world.hand_overs.tick(11.0)
     assert world.seconds()(HAND_OVER_REPORT) == [0.5]
+
+
+def test_a_load_has_no_time_if_one_rank_has_another_clock() -> None:
+    world = World()
+    world.hand_overs.completed("r", 10.5, "another")
+    world.hand_overs.completed("r", 10.25, clock_name())
+    world.hand_overs.reported(["r"], set(), 11.0)
+    world.request.num_output_tokens = 1
+    world.hand_overs.tick(11.0)
+    assert world.seconds()(HAND_OVER_REPORT) == []
 
 
 def test_with_another_clock_only_the_schedulers_own_parts_are_measured() -> None:
@@ -119,7 +128,7 @@ def test_failed_aborted_and_unknown_requests_are_not_measured(how: str) -> None:
     elif how == "aborted":
         world.hand_overs.reported(["r"], set(), 10.25)
     else:
-        world.hand_overs.completed({"x": 1.0}, clock_name())
+        world.hand_overs.completed("x", 1.0, clock_name())
         world.hand_overs.reported(["x"], set(), 10.25)
     world.hand_overs.finished("r", 11.0)
     world.hand_overs.tick(12.0)
@@ -127,10 +136,3 @@ def test_failed_aborted_and_unknown_requests_are_not_measured(how: str) -> None:
     seconds = world.seconds()
     assert [seconds(one) for one in (HAND_OVER, *PARTS)] == [[], [], [], []]
     assert len(world.hand_overs) == 0
-
-
-def test_reports_of_ranks_keep_the_last_completion_and_an_equal_clock() -> None:
-    one, two = WorkerReport(completed={"a": 1.0, "b": 5.0}, clock="x"), WorkerReport(completed={"a": 2.0}, clock="x")
-    both = one.aggregate(two)
-    assert (both.completed, both.clock) == ({"a": 2.0, "b": 5.0}, "x")
-    assert one.aggregate(WorkerReport(clock="y")).clock == ""

@@ -22,7 +22,7 @@ def counted(ranks: int, *endings: Ending, steps: Sequence[float] = ()) -> Tally:
     recorder = Recorder()
     all_ranks = Endings(ranks, recorder)
     for ending in endings:
-        all_ranks.reported([ending], 0.0)
+        all_ranks.reported(ending, 0.0)
     for now in steps:
         all_ranks.tick(now)
     return recorder.take()

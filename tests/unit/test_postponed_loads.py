@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from layerpush.core.postponed_loads import PostponedLoads
 
-COMPUTED = {"b": frozenset({"a", "other"})}
+COMPUTED = frozenset({"a", "other"})
 """P cannot begin "b", and holds the blocks of the prompt "a"."""
 
 
@@ -17,7 +17,7 @@ def postponed(ranks: int = 1) -> PostponedLoads:
 
 def given_way(ranks: int = 1) -> PostponedLoads:
     loads = postponed(ranks)
-    loads.reported(COMPUTED, {})
+    loads.queued("b", COMPUTED)
     assert loads.to_unregister(short_of_blocks=True) == ["b"]
     return loads
 
@@ -26,7 +26,7 @@ def test_a_load_gives_way_to_a_request_whose_prompt_p_holds() -> None:
     loads = given_way()
     assert loads.is_asked("b")
     assert loads.to_unregister(short_of_blocks=True) == [], "once for each report"
-    loads.reported({}, {"b": {0}})
+    loads.unregistered("b", 0)
     assert loads.ended("b")
     assert not loads.is_asked("b")
     loads.came("b", {"b"})
@@ -37,26 +37,26 @@ def test_a_load_gives_way_to_a_request_whose_prompt_p_holds() -> None:
 
 def test_a_load_stays_if_nothing_is_gained() -> None:
     loads = postponed()
-    loads.reported(COMPUTED, {})
+    loads.queued("b", COMPUTED)
     assert loads.to_unregister(short_of_blocks=False) == [], "the request gets its blocks in the next step"
-    loads.reported({"b": frozenset({"other"})}, {})
+    loads.queued("b", frozenset({"other"}))
     assert loads.to_unregister(short_of_blocks=True) == [], "nobody waits for that prompt here"
-    loads.reported(COMPUTED, {})
+    loads.queued("b", COMPUTED)
     loads.finished("request of a")
     assert loads.to_unregister(short_of_blocks=True) == []
 
 
 def test_two_requests_do_not_wait_for_each_other() -> None:
     loads = given_way()
-    loads.reported({}, {"b": {0}})
+    loads.unregistered("b", 0)
     assert loads.ended("b")
     loads.came("b", {"b"})
-    loads.reported({"request of a": frozenset({"b"})}, {})
+    loads.queued("request of a", frozenset({"b"}))
     assert loads.to_unregister(short_of_blocks=True) == []
     loads.placed("request of a")
-    loads.reported({"request of a": frozenset({"b"})}, {})
+    loads.queued("request of a", frozenset({"b"}))
     assert loads.to_unregister(short_of_blocks=True) == ["request of a"], "P lost the prompt, and has the other one"
-    loads.reported({}, {"request of a": {0}})
+    loads.unregistered("request of a", 0)
     assert loads.ended("request of a")
     loads.came("request of a", {"a"})
     assert loads.must_wait("request of a")
@@ -65,17 +65,18 @@ def test_two_requests_do_not_wait_for_each_other() -> None:
 
 def test_a_load_is_registered_again_only_if_every_rank_has_unregistered_it() -> None:
     loads = given_way(ranks=2)
-    loads.reported({}, {"b": {0}})
+    loads.unregistered("b", 0)
     assert not loads.ended("b")
     loads = given_way(ranks=2)
-    loads.reported({}, {"b": {0}})
-    loads.reported({}, {"b": {1}})
+    loads.unregistered("b", 0)
+    loads.unregistered("b", 1)
     assert loads.ended("b")
 
 
 def test_a_request_that_ends_leaves_nothing() -> None:
     loads = given_way()
-    loads.reported({}, {"b": {0}, "unknown": {0}})
+    loads.unregistered("b", 0)
+    loads.unregistered("unknown", 0)
     loads.finished("b")
     loads.finished("request of a")
     assert [name for name, table in vars(loads).items() if table and name != "_ranks"] == []

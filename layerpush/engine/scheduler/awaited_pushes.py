@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from layerpush.compat.metadata import ABORTED
-from layerpush.compat.worker_report import WorkerReport
 from layerpush.engine.scheduler.block_holds import BlockHolds, BlockPool
 
 
@@ -58,19 +57,13 @@ class AwaitedPushes:
         taken, self._cancelled = self._cancelled, {}
         return taken
 
-    def reported(self, received: Iterable[str], report: WorkerReport | None) -> None:
-        """``received``: requests whose loads are over on all ranks. ``report``: the ranks' ``WorkerReport``."""
-        if report is not None:
-            for request_id, ranks in report.parked.items():
-                self.block_holds.parked(request_id, ranks)
+    def reported(self, received: Iterable[str]) -> None:
+        """The loads of these requests are over on all ranks. ``block_holds`` has their earlier reports."""
         for request_id in received:
             self._deadlines.pop(request_id, None)
             self._ending.discard(request_id)
             self._cancelled.pop(request_id, None)
             self.block_holds.settled(request_id)
-        if report is not None:
-            for request_id, ranks in report.cleared.items():
-                self.block_holds.cleared(request_id, ranks)
 
     def _cancel(self, request_id: str, reason: str) -> None:
         self._deadlines.pop(request_id, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +31,7 @@ class Request(Protocol):
 class _HandOver:
     request: Request
     completed_at: float | None = None
+    is_timed: bool = True
     reported_at: float | None = None
     scheduled_at: float | None = None
 
@@ -57,14 +58,12 @@ class HandOvers:
         self._open[request.request_id] = _HandOver(request)
         self._reported.discard(request.request_id)
 
-    def completed(self, times: Mapping[str, float], clock: str) -> None:
-        """A rank read the last completion of these loads. A time of another clock than ours is left out."""
-        if clock != self._clock:
-            return
-        for request_id, at in times.items():
-            known = self._open.get(request_id)
-            if known is not None:
-                known.completed_at = max(at, known.completed_at or at)
+    def completed(self, request_id: str, at: float, clock: str) -> None:
+        """A rank read the last completion of this load. With a rank of another clock than ours the load has no time."""
+        known = self._open.get(request_id)
+        if known is not None:
+            known.completed_at = max(at, known.completed_at or at)
+            known.is_timed = known.is_timed and clock == self._clock
 
     def reported(self, received: Iterable[str], failed: Collection[str], now: float) -> None:
         """All ranks have reported these loads as over. ``failed``: those that failed."""
@@ -106,7 +105,7 @@ class HandOvers:
             (HAND_OVER_SCHEDULE, scheduled_at - known.reported_at),
             (HAND_OVER_FIRST_STEP, now - scheduled_at),
         ]
-        if known.completed_at is not None:
+        if known.completed_at is not None and known.is_timed:
             parts += [(HAND_OVER_REPORT, known.reported_at - known.completed_at), (HAND_OVER, now - known.completed_at)]
         self._recorder.observe(*parts)
         self._keep(

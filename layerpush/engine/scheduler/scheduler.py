@@ -6,13 +6,21 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 from layerpush.compat import early_answer, first_tokens, patches
 from layerpush.compat.engine_settings import engine_fallback
 from layerpush.compat.first_tokens import FirstTokens
 from layerpush.compat.kinds import CacheKinds
-from layerpush.compat.metadata import LayerwiseMetadata
+from layerpush.compat.metadata import (
+    Declined,
+    LayerwiseMetadata,
+    LoadCancelled,
+    LoadPostponed,
+    News,
+    TraceHeaders,
+    WentElsewhere,
+)
 from layerpush.compat.nixl_connector import NixlConnectorMetadata
 from layerpush.compat.push_scheduler import (
     StagedRegistration,
@@ -21,7 +29,18 @@ from layerpush.compat.push_scheduler import (
     name_prefill_request,
 )
 from layerpush.compat.spans import traces_requests
-from layerpush.compat.worker_report import WorkerReport
+from layerpush.compat.worker_report import (
+    AbortsPending,
+    LoadCleared,
+    LoadCompleted,
+    LoadParked,
+    LoadQueued,
+    LoadToken,
+    LoadUnregistered,
+    PushWithdrawn,
+    Reported,
+    WorkerReport,
+)
 from layerpush.core.config import ConfigError, LayerPushConfig
 from layerpush.core.first_token import Sampled
 from layerpush.core.postponed_loads import PostponedLoads
@@ -46,6 +65,7 @@ from layerpush.telemetry.metrics.catalog import (
     PARKED_REQUESTS,
 )
 from layerpush.telemetry.metrics.endings import Endings
+from layerpush.telemetry.metrics.recorder import Ending
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import SCHEDULER_RANK
@@ -94,11 +114,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._digests: dict[str, str | None] = {}
         """By request id: a long prompt is digested once."""
         self._sampled: dict[str, Sampled] = {}
+        self._news: list[News] = []
         self._traces_requests = traces_requests(vllm_config)
-        self._trace_headers: dict[str, Mapping[str, str]] = {}
-        self._declined: list[tuple[Address, Decline]] = []
-        self._arrived: list[Arrived] = []
-        self._elsewhere: dict[str, int] = {}
         self._unplaced: dict[str, Request] = {}
         """Requests that vLLM has looked at in this step, and that have no blocks yet."""
         self._loading: dict[str, Request] = {}
@@ -162,12 +179,12 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if is_pushed(request.kv_transfer_params):
             first_tokens.allow_stop_tokens(request)
             transfer = transfer_id(request.kv_transfer_params)
-            self._arrived.append(Arrived(request.request_id, transfer, self.prompt_digest(request)))
+            self._news.append(Arrived(request.request_id, transfer, self.prompt_digest(request)))
             if self._answers_early and request.kv_transfer_params.get(early_answer.MARK):
                 self._answered.add(request.request_id)
                 self.metrics.recorder.count(EARLY_ANSWERS, "answered")
         if self._traces_requests and request.trace_headers and request.kv_transfer_params:
-            self._trace_headers[request.request_id] = dict(request.trace_headers)
+            self._news.append(TraceHeaders(request.request_id, dict(request.trace_headers)))
 
     def prompt_digest(self, request: Request) -> str | None:
         if request.request_id not in self._digests:
@@ -176,7 +193,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def went_elsewhere(self, request_id: str, rank: int) -> None:
         """A request went to another data-parallel ``rank`` of this engine: no registration for it can be served."""
-        self._elsewhere[request_id] = rank
+        self._news.append(WentElsewhere(request_id, rank))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Note the prefix-cache hit of a request, in tokens. Returns the tokens to load, and whether there are any."""
@@ -230,7 +247,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             params.get("pp_size", 1),
         )
         names = request.request_id, self.engine_id, params["remote_request_id"]
-        self._declined.append((address, Decline(*names, self.prompt_digest(request), transfer_id(params))))
+        self._news.append(Declined(address, Decline(*names, self.prompt_digest(request), transfer_id(params))))
 
     def _await(self, request: Request, staged: StagedRegistration) -> None:
         staged.message.update(
@@ -246,18 +263,17 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._hand_overs.registered(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LayerwiseMetadata:
-        """Add the step's plan, and the loads to cancel, to vLLM's metadata."""
+        """Add the step's plan, and the news since the last step, to vLLM's metadata."""
         self._step_is_due = False
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, NixlConnectorMetadata)
         extended = LayerwiseMetadata.extending(metadata)
-        extended.cancelled = self.awaited.cancelled(time.perf_counter())
         extended.short_of_blocks = self._is_short_of_blocks()
-        extended.unregistered = self.postponed.to_unregister(extended.short_of_blocks and self._postpones)
-        extended.trace_headers, self._trace_headers = self._trace_headers, {}
-        extended.declined, self._declined = self._declined, []
-        extended.arrived, self._arrived = self._arrived, []
-        extended.elsewhere, self._elsewhere = self._elsewhere, {}
+        cancelled = self.awaited.cancelled(time.perf_counter())
+        postponed = self.postponed.to_unregister(extended.short_of_blocks and self._postpones)
+        self._news += [LoadCancelled(request_id, reason) for request_id, reason in cancelled.items()]
+        self._news += map(LoadPostponed, postponed)
+        extended.news, self._news = self._news, []
         extended.sampled, self._sampled = self._sampled, {}
         extended.step_plan = self._plan(scheduler_output)
         self._hold_last_windows(scheduler_output)
@@ -272,21 +288,41 @@ class LayerwisePushScheduler(VllmPushScheduler):
         for request_id in connector_output.finished_sending or ():
             self.last_windows.release(request_id)
         received, now = connector_output.finished_recving or (), time.perf_counter()
-        self.awaited.reported(received, report)
-        if report is not None:
-            self.postponed.reported(report.queued, report.unregistered)
-            self._withdrawn |= report.withdrawn & self._answered
-            self._hand_overs.completed(report.completed, report.clock)
-            self._endings.reported(report.endings, now)
+        for each in () if report is None else report.news:
+            self._reported(each, now)
+        self.awaited.reported(received)
         for request_id in received:
             request = self._loading.pop(request_id, None)
             if self.postponed.ended(request_id) and request is not None:
                 self._wait_again(request)
         self._hand_overs.reported(received, connector_output.failed_recving, now)
         if self.first_tokens is not None:
-            self.first_tokens.reported(received, {} if report is None else report.first_tokens)
-        if report is not None and report.settling:  # a step without a report does not come here
-            self._workers_settle_until, self._step_is_due = now + NEXT_REPORT_S, True
+            self.first_tokens.reported(received)
+
+    def _reported(self, news: Reported, now: float) -> None:
+        match news:
+            case LoadParked():
+                self.awaited.block_holds.parked(news.request_id, news.rank)
+            case LoadCleared():
+                self.awaited.block_holds.cleared(news.request_id, news.rank)
+            case LoadCompleted():
+                self._hand_overs.completed(news.request_id, news.at, news.clock)
+            case LoadToken():
+                if self.first_tokens is not None:
+                    self.first_tokens.token_reported(news.request_id, news.token)
+            case LoadQueued():
+                self.postponed.queued(news.request_id, news.computed)
+            case LoadUnregistered():
+                self.postponed.unregistered(news.request_id, news.rank)
+            case PushWithdrawn():
+                if news.request_id in self._answered:
+                    self._withdrawn.add(news.request_id)
+            case AbortsPending():  # a step without a report does not come here
+                self._workers_settle_until, self._step_is_due = now + NEXT_REPORT_S, True
+            case Ending():
+                self._endings.reported(news, now)
+            case _:
+                assert_never(news)
 
     def _wait_again(self, request: Request) -> None:
         """A load has given way: its request waits for blocks, and is registered again."""
@@ -349,8 +385,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine has to step although it has no request: workers still have outcomes to report."""
-        pending = bool(super().has_pending_push_work()) or bool(self._declined or self._elsewhere or self._arrived)
-        return pending or self.awaited.needs_steps or self._workers_settle
+        return bool(super().has_pending_push_work() or self._news) or self.awaited.needs_steps or self._workers_settle
 
     @property
     def _workers_settle(self) -> bool:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
 
@@ -24,16 +24,37 @@ from layerpush.compat.engine_settings import (
     runs_in_microbatches,
     worker_fallback,
 )
-from layerpush.compat.metadata import ABORTED, LayerwiseMetadata
+from layerpush.compat.metadata import (
+    ABORTED,
+    Declined,
+    LayerwiseMetadata,
+    LoadCancelled,
+    LoadPostponed,
+    Notice,
+    TraceHeaders,
+    WentElsewhere,
+)
 from layerpush.compat.nixl_connector import get_base_request_id
 from layerpush.compat.push_worker import VllmPushWorker
 from layerpush.compat.spans import REQUEST_ID, emit_span
-from layerpush.compat.worker_report import WorkerReport
+from layerpush.compat.worker_report import (
+    AbortsPending,
+    LoadCleared,
+    LoadCompleted,
+    LoadParked,
+    LoadQueued,
+    LoadToken,
+    LoadUnregistered,
+    PushWithdrawn,
+    Reported,
+    WorkerReport,
+)
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.first_token import Missing
 from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.core.liveness import PeerWatch, Verdict
 from layerpush.core.push_policy import Policy
+from layerpush.core.request_index import Arrived
 from layerpush.core.wire import Decline, Registration, WireError, encode_quietly
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
@@ -88,7 +109,7 @@ class LayerwisePushWorker(VllmPushWorker):
         self._waker = Waker(self.metrics.lag.woken)
         super().__init__(vllm_config, engine_id, kv_cache_config, self._waker)
         self._config = config
-        self._reports: deque[WorkerReport] = deque()
+        self._reported: deque[Reported] = deque()
         self._clock = clock_name()
         self._unreported_aborts, self._settles = UnreportedAborts(), False
         self._prober = Prober()
@@ -250,25 +271,19 @@ class LayerwisePushWorker(VllmPushWorker):
     # Main thread: hooks of a step. ``step_events`` has those for a layer and for the end of the forward pass.
 
     def arm(self, metadata: LayerwiseMetadata) -> None:
-        """A step begins: queue its plan, registrations, finished requests and cancellations, and wake the writer."""
+        """A step begins: queue its registrations, news, finished requests and plan, and wake the writer."""
         if self.pcp_rank > 0 and not self.pcp_dcp_sharded:
             return
-        if metadata.arrived:
-            self.registrations.came(metadata.arrived)
-        for request_id, rank in metadata.elsewhere.items():
-            self.task(partial(self._went_elsewhere, request_id, rank))
-        self._spans.expect(metadata.trace_headers)
         for request_id, data in metadata.push_registrations.items():
             self.task(partial(self._await_push, request_id, data), "a registration")
+        for news in metadata.news:
+            if isinstance(news, Arrived):
+                self.registrations.came([news])  # the writer must have it before the request's first step
+            else:
+                self.task(partial(self._take, news), type(news).__name__)
         for request_id, blocks in metadata.push_finished_blocks.items():
             self.step_events.finish(request_id, blocks, metadata.sampled.get(request_id))
         metadata.push_registrations, metadata.push_finished_blocks = {}, {}
-        for address, decline in metadata.declined:
-            self.task(partial(self.decline, address, decline))
-        if metadata.cancelled:
-            self.task(partial(self._cancel_loads, dict(metadata.cancelled)))
-        for request_id in metadata.unregistered:
-            self.task(partial(self._unregister, request_id))
         self.registrations.short_of_blocks = metadata.short_of_blocks
         self.step_events.arm(metadata.step_plan, metadata.reqs_not_processed)
         if metadata.reqs_not_processed:
@@ -303,13 +318,11 @@ class LayerwisePushWorker(VllmPushWorker):
         """Loads that were completed, parked or cleared since the last report, their first tokens, ended pushes and
         loads, and whether pushes of aborted requests still run.
         """
-        endings = self.metrics.recorder.endings()
-        if not self._reports and not self._settles and not endings:
-            return None
-        report = WorkerReport(settling=self._settles, clock=self._clock, endings=endings)
-        while self._reports:
-            report = report.aggregate(self._reports.popleft())
-        return report
+        news: list[Reported] = [*self.metrics.recorder.endings()]
+        news += (self._reported.popleft() for _ in range(len(self._reported)))
+        if self._settles:
+            news.append(AbortsPending())
+        return WorkerReport(news) if news else None
 
     # Any thread.
 
@@ -323,6 +336,26 @@ class LayerwisePushWorker(VllmPushWorker):
     def use_device(self) -> None:
         super().use_device()
         cuda.allow_captures(self._cuda)
+
+    # Writer thread: news of the scheduler.
+
+    def _take(self, news: Notice) -> None:
+        now = time.perf_counter()
+        match news:
+            case WentElsewhere():
+                self.registrations.went_elsewhere(news.request_id, news.rank, now)
+            case Declined():
+                self.decline(news.address, news.message)
+            case LoadCancelled() if news.reason == ABORTED:
+                self.loads.abort(news.request_id, news.reason, now)
+            case LoadCancelled():
+                self.loads.time_out(news.request_id, news.reason, now)
+            case LoadPostponed():
+                self.loads.unregister(news.request_id, now)
+            case TraceHeaders():
+                self._spans.expect(news.request_id, news.headers)
+            case _:
+                assert_never(news)
 
     # Writer thread: P's side.
 
@@ -355,41 +388,27 @@ class LayerwisePushWorker(VllmPushWorker):
         except (msgspec.ValidationError, WireError, LookupError) as error:
             self.loads.refuse(request_id, f"it cannot be registered: {error}", now)
 
-    def _cancel_loads(self, cancelled: dict[str, str]) -> None:
-        now = time.perf_counter()
-        for request_id, reason in cancelled.items():
-            if reason == ABORTED:
-                self.loads.abort(request_id, reason, now)
-            else:
-                self.loads.time_out(request_id, reason, now)
-
-    def _unregister(self, request_id: str) -> None:
-        self.loads.unregister(request_id, time.perf_counter())
-
-    def _went_elsewhere(self, request_id: str, rank: int) -> None:
-        self.registrations.went_elsewhere(request_id, rank, time.perf_counter())
-
     def _withdrawn(self, request_id: str) -> None:
-        self._reports.append(WorkerReport(withdrawn=frozenset({request_id}), clock=self._clock))
+        self._reported.append(PushWithdrawn(request_id))
 
     def parked(self, request_id: str) -> None:
-        self._reports.append(WorkerReport(parked={request_id: {self._rank}}, clock=self._clock))
+        self._reported.append(LoadParked(request_id, self._rank))
 
     def cleared(self, request_id: str) -> None:
-        self._reports.append(WorkerReport(cleared={request_id: {self._rank}}, clock=self._clock))
+        self._reported.append(LoadCleared(request_id, self._rank))
 
     def queued(self, request_id: str, computed: Sequence[str]) -> None:
-        self._reports.append(WorkerReport(queued={request_id: frozenset(computed)}, clock=self._clock))
+        self._reported.append(LoadQueued(request_id, frozenset(computed)))
 
     def unregistered(self, request_id: str) -> None:
-        self._reports.append(WorkerReport(unregistered={request_id: {self._rank}}, clock=self._clock))
+        self._reported.append(LoadUnregistered(request_id, self._rank))
 
     def first_token(self, request_id: str, first_token: int | Missing) -> None:
-        self._reports.append(WorkerReport(first_tokens={request_id: first_token}, clock=self._clock))
+        self._reported.append(LoadToken(request_id, first_token))
 
     def keep_load(self, record: LoadRecord) -> None:
         if record.outcome == "completed" and record.t_settled is not None:
-            self._reports.append(WorkerReport(completed={record.request_id: record.t_settled}, clock=self._clock))
+            self._reported.append(LoadCompleted(record.request_id, record.t_settled, self._clock))
         record.rank = self.tp_rank
         if record.prefill_engine_id is not None:
             record.clock_offset = self.clock_offset(record.prefill_engine_id)

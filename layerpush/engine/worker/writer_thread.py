@@ -6,8 +6,8 @@ lock. The handshake executor is the only other thread that calls NIXL; ``LockedA
 
 Other threads leave work in queues. The writer is the only reader of each, and empties them in this order in a turn:
 
-- tasks, from any thread: registrations that D sends, loads that the scheduler cancels, heartbeats, handshakes that are
-  over, answers of the side-channel probe. First in, first out: a request's registration comes before its cancellation.
+- tasks, from any thread: registrations that D sends, news of the scheduler, heartbeats, handshakes that are over,
+  answers of the side-channel probe. First in, first out: a request's registration comes before its cancellation.
 - ended requests, from the main thread: P's requests that were sent, or whose lease is over.
 - deferred pushes, from the handshake executor: vLLM's whole-request pushes whose handshake is over.
 - notifications, from NIXL: ``Dispatcher`` hands each to P's or D's side.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from layerpush.telemetry.metrics.catalog import BY_KEY, FALLBACKS
 from layerpush.telemetry.metrics.recorder import Ending, Recorder
 
@@ -19,16 +17,15 @@ class Endings:
         self._recorder = recorder
         self._open: dict[tuple[str, str], tuple[float, Ending]] = {}
 
-    def reported(self, endings: Iterable[Ending], now: float) -> None:
-        """Ranks have reported these ends. ``now`` is in seconds on any one clock."""
-        for ending in endings:
-            key = ending.metric, ending.request_id
-            since, known = self._open.pop(key, (now, None))
-            joined = ending if known is None else known.joined(ending)
-            if joined.ranks < self._ranks:
-                self._open[key] = since, joined
-            else:
-                self._count(joined)
+    def reported(self, ending: Ending, now: float) -> None:
+        """A rank has reported this end. ``now`` is in seconds on any one clock."""
+        key = ending.metric, ending.request_id
+        since, known = self._open.pop(key, (now, None))
+        joined = ending if known is None else known.joined(ending)
+        if joined.ranks < self._ranks:
+            self._open[key] = since, joined
+        else:
+            self._count(joined)
 
     def tick(self, now: float) -> None:
         """Count ends for which other ranks have reported none for ``KEPT_S``."""

@@ -236,10 +236,10 @@ class DecodeEngine(Process):
             self._wait(replace(load.waiting, attempt=load.waiting.attempt + 1), first=True)
 
     def queued(self, request_id: str, computed: Sequence[str]) -> None:
-        self.postponed.reported({request_id: frozenset(computed)}, {})
+        self.postponed.queued(request_id, frozenset(computed))
 
     def unregistered(self, request_id: str) -> None:
-        self.postponed.reported({}, {request_id: {0}})
+        self.postponed.unregistered(request_id, 0)
 
     def parked(self, request_id: str) -> None:
         load = self.loads[request_id]
