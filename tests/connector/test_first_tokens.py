@@ -375,6 +375,17 @@ def test_a_prompt_that_fills_the_context_does_not_use_p_s_token(decode: Build) -
     assert len(d.tokens("r")) == 1
 
 
+def test_one_ranks_token_is_every_ranks(decode: Build) -> None:
+    """Another rank's reason comes later, but before the last rank's load is over."""
+    d = decode()
+    first, *_ = answer(d.ask(), 1)
+    d.step(r=first)
+    d.step(r="late")
+    d.load("r", None)
+    assert d.tokens("r") == [first]
+    assert d.origins == {"prefill": 1}
+
+
 @pytest.mark.parametrize("missing", ["not_promised", "late", "other_sampling"])
 def test_d_computes_a_missing_first_token(decode: Build, missing: Missing) -> None:
     d = decode()
