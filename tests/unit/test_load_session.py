@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from layerpush.decode.load_protocol import (
     Unregistered,
 )
 from layerpush.decode.load_session import LoadSession
+from tests.unit.clones import clone
 
 PATIENCE_S, TOKEN_WAIT_S = 5.0, 5.0
 AGENTS = frozenset({"A", "B"})
@@ -145,7 +145,7 @@ class LoadWorld:
 
     def send(self, event: Event) -> None:
         self.steps += isinstance(event, Tick)
-        before = copy.deepcopy(vars(self.session)) | {"now": self.now}
+        before = clone(vars(self.session)) | {"now": self.now}
         heard = self.agents if isinstance(event, TokenPromised | TokenArrived) else self.writers
         is_heard = getattr(event, "agent", "A") in heard or not hasattr(event, "agent")
         if is_heard and type(event) not in IGNORED.get(self.session.state, ()):
@@ -260,9 +260,9 @@ class LoadWorld:
         if due is None:
             return
         assert due >= self.now
-        assert copy.deepcopy(self.session).handle(Tick(), due)
+        assert clone(self.session).handle(Tick(), due)
         if due > self.now:
-            assert copy.deepcopy(self.session).handle(Tick(), due - 0.01) == []
+            assert clone(self.session).handle(Tick(), due - 0.01) == []
 
     @property
     def likeness(self) -> str:
@@ -293,15 +293,14 @@ def explored() -> Iterator[tuple[State, type[Event], State]]:
     seen = {fresh[0].likeness}
     while fresh:
         world = fresh.pop()
+        same = clone(world.session)
         for event in EVENTS:
-            after = copy.deepcopy(world)
             if not world.session.accepts(type(event)):
-                with pytest.raises(
-                    IllegalTransitionError, match=f"{type(event).__name__} while {world.session.state.name}"
-                ):
-                    after.session.handle(event, world.now)
-                assert vars(after.session) == vars(world.session)
+                with pytest.raises(IllegalTransitionError, match=f"{type(event).__name__} while {same.state.name}"):
+                    same.handle(event, world.now)
+                assert vars(same) == vars(world.session)
                 continue
+            after = clone(world)
             after.send(event)
             yield world.session.state, type(event), after.session.state
             if after.likeness not in seen and after.steps <= STEPS:

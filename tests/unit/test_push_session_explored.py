@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -14,6 +13,7 @@ from layerpush.core.push_policy import Policy
 from layerpush.prefill import push_protocol
 from layerpush.prefill.push_protocol import IGNORED, TRANSITIONS, Event, State
 from layerpush.prefill.push_session import PushSession
+from tests.unit.clones import clone
 from tests.unit.push_world import SAMPLED, PushWorld, Shape
 
 Move = Callable[[PushWorld], None]
@@ -135,9 +135,9 @@ def explore(shape: Shape) -> tuple[set[Triple], list[PushWorld]]:
     first.plan(4)
     seen, queue, worlds = {likeness(first)}, deque([first]), [first]
     while queue:
-        frozen = pickle.dumps(world := queue.popleft())
+        world = queue.popleft()
         for move in moves(world):
-            after: PushWorld = pickle.loads(frozen)
+            after = clone(world)
             with watched(after, taken):
                 move(after)
             if (like := likeness(after)) not in seen:
@@ -192,7 +192,7 @@ def test_every_order_of_events_keeps_the_invariants(name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_push_can_end_from_every_state(name: str) -> None:
     for world in explored(name)[1]:
-        pickle.loads(pickle.dumps(world)).drive_home()
+        clone(world).drive_home()
 
 
 def test_the_tables_hold_exactly_reachable_transitions_and_precautions() -> None:
@@ -251,7 +251,7 @@ def test_an_illegal_event_is_refused_and_changes_nothing(state: State, homes: di
 @pytest.mark.parametrize(("state", "event"), sorted({(at, event) for at, event, _ in PRECAUTIONS}, key=str))
 def test_precautions_are_handled(state: State, event: type[Event], homes: dict[State, list[PushWorld]]) -> None:
     for world in homes[state][:: 1 + len(homes[state]) // 50]:
-        after: PushSession = pickle.loads(pickle.dumps(world.session))
+        after = clone(world.session)
         sample = next(one for one in samples(world) if type(one) is event)
         after.handle(sample, 0.0)
         assert after.state in TRANSITIONS[state][event]
