@@ -17,7 +17,8 @@ from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.endings import Endings
 from tests.connector.engine import LAYERS, Engine
 from tests.connector.test_lifecycle import STEPS, TOKENS, asks_first, ends_well, run
-from tests.metrics_scrape import FrontEnd, Scrape
+from tests.metrics_front_end import FrontEnd
+from tests.metrics_scrape import Scrape
 from tests.support.waiting import until
 from tests.unit.trace_rig import first_token
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.docblocks import PAGES
+from tests.metrics_front_end import FrontEnd
 from tests.metrics_named import unknown_names
-from tests.metrics_scrape import FrontEnd, Scrape
+from tests.metrics_scrape import Scrape
 from tests.quotes import blank, is_said, libraries, ours, vllms
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,9 @@ from layerpush.telemetry.metrics.summary import summary
 from layerpush.telemetry.metrics.tally import Tally
 from scripts.docgen import dashboard
 from tests import promql
+from tests.metrics_front_end import FrontEnd
 from tests.metrics_named import ALERTS, DASHBOARD, expressions, unknown_names
-from tests.metrics_scrape import FrontEnd, Scrape
+from tests.metrics_scrape import Scrape
 
 GRAFANA_UNITS = {"Bps", "bytes", "ops", "percentunit", "reqps", "s", "short", "wps"}
 PAGE = Path(__file__).parents[2] / "docs/metrics.md"

@@ -39,7 +39,8 @@ from layerpush.telemetry.metrics.catalog import (
 )
 from layerpush.telemetry.metrics.tally import Buckets, Tally
 from layerpush.telemetry.trace_records import WriteSums
-from tests.metrics_scrape import FrontEnd, Scrape
+from tests.metrics_front_end import FrontEnd
+from tests.metrics_scrape import Scrape
 
 Opened = Callable[..., FrontEnd]
 
@@ -294,7 +295,7 @@ def test_other_histograms_get_every_observation() -> None:
 SEVERAL = """
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from tests.unit.test_metrics_scrape import pushed, stats_of
-from tests.metrics_scrape import FrontEnd
+from tests.metrics_front_end import FrontEnd
 registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)
 front_end = FrontEnd()
