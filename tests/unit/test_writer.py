@@ -50,24 +50,6 @@ def test_layers_land_during_prefill_after_an_early_registration() -> None:
     rig.assert_clean()
 
 
-def test_the_bytes_land_before_the_completion_is_sent() -> None:
-    rig, prompt = Rig(Faults(hold_writes={2: 20, 5: 9, 7: 3})), prompt_of()
-    wanted, decoder = rig.registers(prompt), rig.decoders["D"]
-    complete: list[bool] = []
-    rig.fabric.faults.at["notify", 0] = lambda fabric: complete.append(decoder.holds(prompt, wanted, rig.layers))
-
-    for _ in range(3):
-        rig.step((prompt, 9))
-    assert not complete
-    rig.settle()
-
-    assert complete == [True]
-    decoder.reuse(wanted)
-    rig.finish(prompt)
-    rig.settle()
-    rig.assert_clean()
-
-
 def test_a_registration_during_prefill_catches_up() -> None:
     rig, prompt = Rig(), prompt_of()
     wanted = rig.asks(prompt, rig.decoder())
