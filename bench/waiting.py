@@ -32,8 +32,8 @@ from layerpush.engine.worker.dispatch import Dispatcher
 from layerpush.engine.worker.guard import Guard
 from layerpush.engine.worker.wake import Waker
 from layerpush.engine.worker.writer_thread import WriterThread
+from layerpush.prefill.claims import Claims
 from layerpush.prefill.push import Identity
-from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.lag import Lag
@@ -97,14 +97,14 @@ class Rank:
         self.pushes = PushWriter(Identity("P", 0), layout, Policy(), quiet, self.steps, quiet, trace, 60.0, meter)
         connections = Connections(quiet, quiet, None, quiet.search)
         steps = self.steps
-        registrations = Registrations(self.pushes, connections, quiet, errors, str, lambda: steps.steps, 60.0)
+        claims = Claims(self.pushes, connections, quiet, errors, str, lambda: steps.steps, 60.0)
         peers = PrefillPeers("D", connections, PeerWatch(PEER_TIMEOUT_S), quiet.probe, quiet, recorder)
         self.loads = Loads("D", 1, PEER_TIMEOUT_S, peers, quiet, errors, recorder)
         idle = IdleConnections("D", connections, quiet.probe, lambda: {"P"}, lambda _: False, float)
-        dispatcher = Dispatcher(quiet, registrations, self.loads, idle, quiet.any, errors, quiet.any)
+        dispatcher = Dispatcher(quiet, claims, self.loads, idle, quiet.any, errors, quiet.any)
         guard = Guard(self.pushes.fail)
         self.writer = WriterThread(
-            quiet, guard, self.waker, lag, connections, idle, dispatcher, self.pushes, registrations, self.loads,
+            quiet, guard, self.waker, lag, connections, idle, dispatcher, self.pushes, claims, self.loads,
             UnreportedAborts(),
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
 from layerpush.core.first_token import Sampled
-from layerpush.core.request_index import Arrived
+from layerpush.core.request_names import Arrived
 from layerpush.core.step_plan import StepPlan
 from layerpush.core.wire import Decline
 from layerpush.transport.connections import Address

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -62,10 +62,16 @@ class BoundedIndex(Generic[V]):
         self.held_bytes += size
         for name in names:
             self._named.setdefault(name, {})[number] = None
-        dropped = self.expire(now)
-        while len(self._entries) > self._limit or self.held_bytes > self._max_bytes:
-            dropped.append(self._drop(next(iter(self._entries))))
-        return dropped
+        return [*self.expire(now), *self._trim()]
+
+    def grown(self, name: Hashable) -> list[V]:
+        """The values with this name have grown. Returns the oldest beyond the limits, which are dropped."""
+        for number in self._numbers_of([name]):
+            entry = self._entries[number]
+            size = ENTRY_BYTES + size_of(entry.value) + size_of(entry.names)
+            self.held_bytes += size - entry.size
+            self._entries[number] = replace(entry, size=size)
+        return self._trim()
 
     def find(self, names: Iterable[Hashable], now: float = float("-inf")) -> list[V]:
         """The values that have any of these names and are not too old, oldest first."""
@@ -105,6 +111,12 @@ class BoundedIndex(Generic[V]):
                 break
             aged.append((since, entry.value))
         return aged
+
+    def _trim(self) -> list[V]:
+        dropped = []
+        while len(self._entries) > self._limit or self.held_bytes > self._max_bytes:
+            dropped.append(self._drop(next(iter(self._entries))))
+        return dropped
 
     def _numbers_of(self, names: Iterable[Hashable], now: float = float("-inf")) -> list[int]:
         numbers = {number for name in names for number in self._named.get(name, ())}

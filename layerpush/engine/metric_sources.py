@@ -19,7 +19,7 @@ from layerpush.telemetry.metrics.catalog import (
 
 if TYPE_CHECKING:
     from layerpush.decode.loads import Loads
-    from layerpush.prefill.registrations import Registrations
+    from layerpush.prefill.claims import Claims
     from layerpush.prefill.step_events import StepEvents
     from layerpush.prefill.writer import PushWriter
     from layerpush.telemetry.metrics.reporter import Reporter
@@ -42,12 +42,12 @@ def watch_worker(reporter: Reporter, ranks: int, loads: Loads, peer_errors: Peer
 
 
 def watch_writer(
-    reporter: Reporter, writer: PushWriter, registrations: Registrations, step_events: StepEvents, trace: TraceFile
+    reporter: Reporter, writer: PushWriter, claims: Claims, step_events: StepEvents, trace: TraceFile
 ) -> None:
     """Report pushes, pending registrations, and lost records."""
     reporter.level(ACTIVE_PUSHES, lambda: writer.active)
     reporter.level(UNCLAIMED_PUSHES, lambda: len(writer.waiting()))
-    reporter.level(PENDING_REGISTRATIONS, lambda: registrations.pending)
+    reporter.level(PENDING_REGISTRATIONS, lambda: claims.pending)
     reporter.total(DROPPED_RECORDS, lambda: {"trace": trace.dropped, "hooks": step_events.dropped})
 
 

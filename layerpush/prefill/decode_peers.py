@@ -15,18 +15,8 @@ from functools import partial
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.bounded_index import BoundedIndex
 from layerpush.core.liveness import Verdict
-from layerpush.core.wire import (
-    Accepted,
-    Cancelled,
-    Fail,
-    FirstToken,
-    Ping,
-    Pong,
-    Queued,
-    Registration,
-    Unregistered,
-    encode,
-)
+from layerpush.core.wire import Cancel, Cancelled, Fail, Ping, Pong, Registration, Unregister, encode
+from layerpush.prefill.claim_protocol import Answer
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.connections import Address, Connections, Probe
@@ -39,8 +29,6 @@ LOST_BYTES = 8 << 20
 ANSWERS_KEPT_S = 60.0
 CONTACTS_KEPT = 4096
 CONTACTS_BYTES = 16 << 20
-
-Answer = Accepted | FirstToken | Fail | Cancelled | Queued | Unregistered
 
 
 class DecodePeers:
@@ -176,6 +164,6 @@ class DecodePeers:
                 yield engine_id
 
 
-def address_of(message: Registration) -> Address:
-    """The address of the engine that sent a registration."""
+def address_of(message: Registration | Cancel | Unregister) -> Address:
+    """The address of the engine that sent a message."""
     return Address(message.decode_engine_id, message.decode_host, message.decode_port, message.decode_tp_size)

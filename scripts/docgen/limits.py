@@ -8,7 +8,7 @@ from layerpush.core import request_params, wire
 from layerpush.decode import early_messages, prefill_peers
 from layerpush.engine.scheduler import side_channel
 from layerpush.engine.worker import dispatch, side_channel_probe
-from layerpush.prefill import arrivals, decode_peers, pending_registrations, registrations, step_schedule
+from layerpush.prefill import claim_table, decode_peers, prompt_requests, step_schedule
 from layerpush.telemetry import peer_errors, spans, trace_file
 from layerpush.telemetry.metrics import endings, tally
 from layerpush.transport import acknowledged, connections, nixl
@@ -67,37 +67,22 @@ MESSAGES = (
 TABLES = (
     (
         "P",
-        "registrations whose request has not begun",
-        pending_registrations.KEPT,
-        pending_registrations.KEPT_BYTES,
-        pending_registrations.KEPT_S,
+        "claims that wait: their request has not begun",
+        claim_table.WAITING,
+        claim_table.WAITING_BYTES,
+        claim_table.WAITING_S,
         "the oldest is refused",
     ),
     (
         "P",
-        "registrations that a push belongs to",
-        registrations.REMEMBERED,
-        registrations.REMEMBERED_BYTES,
-        None,
+        "claims whose request is unwanted",
+        claim_table.REMEMBERED,
+        claim_table.UNWANTED_BYTES,
+        claim_table.WAITING_S,
         _FORGOTTEN,
     ),
-    (
-        "P",
-        "senders of registrations that are over",
-        registrations.REMEMBERED,
-        registrations.REMEMBERED_BYTES,
-        None,
-        _FORGOTTEN,
-    ),
-    ("P", "last answers to registrations", registrations.REMEMBERED, registrations.REMEMBERED_BYTES, None, _FORGOTTEN),
-    (
-        "P",
-        "registrations cancelled or declined before their request came",
-        registrations.REMEMBERED,
-        registrations.UNWANTED_BYTES,
-        pending_registrations.KEPT_S,
-        _FORGOTTEN,
-    ),
+    ("P", "claims that were served", claim_table.REMEMBERED, claim_table.REMEMBERED_BYTES, None, _FORGOTTEN),
+    ("P", "other claims", claim_table.REMEMBERED, claim_table.REMEMBERED_BYTES, None, _FORGOTTEN),
     (
         "P",
         "answers to decode engines whose connection was lost",
@@ -108,18 +93,18 @@ TABLES = (
     ),
     (
         "P",
-        "reasons of requests that ended without a completion",
-        registrations.ENDED_KEPT,
-        registrations.ENDED_BYTES,
-        registrations.ENDED_S,
+        "requests that ended",
+        prompt_requests.ENDED_KEPT,
+        prompt_requests.ENDED_BYTES,
+        prompt_requests.ENDED_S,
         _FORGOTTEN,
     ),
     (
         "P",
-        "requests that ended",
-        registrations.ENDED_KEPT,
-        registrations.ENDED_BYTES,
-        registrations.ENDED_S,
+        "requests that went to another data-parallel rank",
+        prompt_requests.ENDED_KEPT,
+        prompt_requests.ENDED_BYTES,
+        prompt_requests.ELSEWHERE_S,
         _FORGOTTEN,
     ),
     (
@@ -156,7 +141,14 @@ TABLES = (
     ),
     ("P", "requests of heartbeats, for the next step", heartbeats.KEPT, heartbeats.KEPT * _ID_BYTES, None, "dropped"),
     ("P", "speeds of links to decode engines", step_schedule.LINKS_KEPT, step_schedule.LINKS_BYTES, None, _FORGOTTEN),
-    ("P", "requests that have come, and their prompts' digests", arrivals.KEPT, arrivals.KEPT_BYTES, None, _FORGOTTEN),
+    (
+        "P",
+        "requests that have come, and their prompts' digests",
+        prompt_requests.KEPT,
+        prompt_requests.KEPT_BYTES,
+        None,
+        _FORGOTTEN,
+    ),
     ("both", "trace headers of requests", spans.HEADERS_KEPT, None, None, _FORGOTTEN),
     (
         "both",

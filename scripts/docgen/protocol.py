@@ -11,6 +11,7 @@ from types import ModuleType
 
 from bench.markdown import Row
 from layerpush.decode import load_protocol as decode
+from layerpush.prefill import claim_protocol as claim
 from layerpush.prefill import push_protocol as prefill
 from scripts.docgen.tables import sentence, table
 
@@ -37,8 +38,8 @@ class Machine:
                 for target in self._states
                 if labels[target]
             ]
-        ends = f"    [*] --> {first.name}", f"    {last.name} --> [*]"
-        return "\n".join(["```mermaid", "stateDiagram-v2", ends[0], *arrows, ends[1], "```"])
+        ends = [] if self._transitions[last] else [f"    {last.name} --> [*]"]
+        return "\n".join(["```mermaid", "stateDiagram-v2", f"    [*] --> {first.name}", *arrows, *ends, "```"])
 
     def states(self) -> str:
         """One row per state: its meaning, the events that it stays on, its exits."""
@@ -82,7 +83,7 @@ class Machine:
         return [kind for kind in defined if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
 
 
-PREFILL, DECODE = Machine(prefill), Machine(decode)
+PREFILL, DECODE, CLAIM = Machine(prefill), Machine(decode), Machine(claim)
 
 _UNHAPPY_EVENTS = (prefill.Lost, prefill.Failed, prefill.CancelledByD, prefill.Aborted, prefill.LeaseExpired)
 _UNHAPPY_STATES = (prefill.State.DRAINING, prefill.State.ABANDONED)

@@ -111,11 +111,11 @@ class LateTraffic:
             return
         register()
         self.d.step()
-        registrations = self.p.worker.connector_worker.registrations
+        claims = self.p.worker.connector_worker.claims
 
         def has_come() -> bool:
             self.step()
-            return (self.d.engine_id, request_id) in registrations._pending
+            return bool(claims._claims.get((self.d.engine_id, request_id)).waits)
 
         until(has_come, "the registration")
         prefill()

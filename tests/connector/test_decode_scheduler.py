@@ -15,7 +15,7 @@ import pytest
 
 from layerpush.compat.metadata import ABORTED, Declined, LoadCancelled
 from layerpush.compat.worker_report import LoadCleared, LoadParked, LoadToken, WorkerReport
-from layerpush.core.request_index import Arrived
+from layerpush.core.request_names import Arrived
 from layerpush.core.wire import PROTOCOL_VERSION
 from layerpush.engine.scheduler.scheduler import LayerwisePushScheduler
 from tests.connector.conftest import PORTS

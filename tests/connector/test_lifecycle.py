@@ -42,7 +42,7 @@ def step_until(*engines: Engine, done: Callable[[], object]) -> None:
 
 def registered(p: Engine) -> None:
     """Wait until a decode engine's registration has reached P's worker, which looks for it at every step."""
-    step_until(p, done=lambda: len(p.worker.connector_worker.registrations._pending))
+    step_until(p, done=lambda: p.worker.connector_worker.claims.pending)
 
 
 def asks_first(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKENS) -> list[int]:
@@ -250,7 +250,7 @@ def test_p_knows_its_queued_requests_and_refuses_unknown_ones(engine: Build) -> 
         d.decode_from(p, request_id, 320)
     step_until(p, d, done=lambda: d.failed)
     assert d.failed == ["r-9"]
-    assert (d.engine_id, "r-1") in p.worker.connector_worker.registrations._pending
+    assert p.worker.connector_worker.claims._claims.get((d.engine_id, "r-1")).waits
 
 
 def test_an_abort_on_d_ends_the_push_and_not_the_lease(engine: Build) -> None:
@@ -276,7 +276,7 @@ def test_an_abort_on_d_before_prefill_leaves_nothing_behind(engine: Build) -> No
     asks_first(p, d)
     d.abort("r-1")
     step_until(p, d, done=lambda: gives_everything_back(d))
-    assert len(p.worker.connector_worker.registrations._pending) == 0
+    assert p.worker.connector_worker.claims.pending == 0
 
 
 def test_a_registration_after_an_abort_on_p_fails_the_load_at_once(engine: Build) -> None:
@@ -520,8 +520,8 @@ def test_p_frees_its_blocks_when_d_does_not_load_them(engine: Build, why: str, o
         request.skip_reading_prefix_cache = True
     d.step()
     if order == "D first":
-        registrations = p.worker.connector_worker.registrations
-        step_until(p, d, done=lambda: registrations._unwanted)
+        claims = p.worker.connector_worker.claims
+        step_until(p, d, done=lambda: claims._claims.unwanted)
         p.prefill("r-1", TOKENS)
     step_until(p, d, done=lambda: p.sent == ["r-1"])
     assert p.free_blocks == p.config.cache_config.num_gpu_blocks - 1

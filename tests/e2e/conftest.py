@@ -12,12 +12,11 @@ from tests.e2e.fleet import Fleet
 # Attributes that remember the last few thousand finished requests on purpose.
 BOUNDED_MEMORIES = (
     "._served",
-    "._senders",
-    "._answers",
+    "._over",
+    ".unwanted",
     "._withheld",
-    "._failures",
     "._ended",
-    "._unwanted",
+    "._elsewhere",
     "._heartbeats",
 )
 

@@ -24,7 +24,7 @@ from collections import Counter
 import pytest
 
 from layerpush.core.postponed_loads import PostponedLoads
-from layerpush.prefill.registrations import Registrations
+from layerpush.prefill.claims import Claims
 from layerpush.transport.packing.cost_model import Plan
 from tests.unit.both_sides import (  # each adds mutants of its own
     decode,
@@ -126,7 +126,7 @@ def test_a_lease_ends_while_a_registered_prompt_waits(monkeypatch: pytest.Monkey
     monkeypatch.setattr(decode, "OVERDUE_S", 480.0)
     outcomes = full_caches(0, LEASE_S + 5.0, prompts=2, decoders=1).outcomes
     assert outcomes == {"loaded": 1, "failed": 1}
-    monkeypatch.setattr(Registrations, "may_lapse", lambda *_: False)
+    monkeypatch.setattr(Claims, "may_lapse", lambda *_: False)
     with pytest.raises(AssertionError, match="not over"):
         full_caches(0, LEASE_S + 5.0, prompts=2, decoders=1)
 

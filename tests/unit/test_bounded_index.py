@@ -43,6 +43,20 @@ def test_the_oldest_values_are_dropped_beyond_either_limit() -> None:
     assert index.held_bytes == 0
 
 
+def test_a_value_that_grows_keeps_its_place() -> None:
+    index = BoundedIndex[list[str]](10, 6 * ENTRY_BYTES)
+    first, second = ["a"], ["b"]
+    index.add(first, "a")
+    index.add(second, "b")
+    first.append("a" * 2 * ENTRY_BYTES)
+    assert index.grown("a") == []
+    assert list(index) == [first, second]
+    second.append("b" * 2 * ENTRY_BYTES)
+    assert index.grown("b") == [first]
+    index.drop(["b"])
+    assert index.held_bytes == 0
+
+
 def test_values_expire() -> None:
     index = index_of()
     index.add(("a",), "a", 0.0)

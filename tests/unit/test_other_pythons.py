@@ -18,8 +18,8 @@ VERSIONS = ("3.12", "3.13")
 """The other tests run on 3.11."""
 PROXY = ("discovery", "dispatch", "gate", "health", "hostile", "parts", "server", "streams")
 PURE = (
+    "claims",
     "load_session",
-    "registrations",
     "request_params",
     "ring",
     "push_session",

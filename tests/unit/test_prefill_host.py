@@ -38,7 +38,7 @@ def host(*, acknowledges: bool) -> WorkerHost:
         transfer_stats=SimpleNamespace(pushed=None, failed=None),
     )
     packing: Any = SimpleNamespace(strategy=None, with_gathering=lambda link: link)
-    registrations: Any = SimpleNamespace(
+    claims: Any = SimpleNamespace(
         is_current=lambda registration: True, peers=SimpleNamespace(closing=lambda engine_id: None)
     )
     writer: Any = SimpleNamespace(fail=None)
@@ -49,7 +49,7 @@ def host(*, acknowledges: bool) -> WorkerHost:
         packing,
         lambda engine_id: None,
         lambda _: writer,
-        lambda _: registrations,
+        lambda _: claims,
     )
 
 

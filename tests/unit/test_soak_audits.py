@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
-from layerpush.core.request_names import RequestNames
 from layerpush.core.wire import Registration
-from layerpush.prefill.pending_registrations import PendingRegistrations
+from layerpush.prefill.claim_protocol import Registered
+from layerpush.prefill.claim_table import ClaimTable
+from layerpush.prefill.pairing import Pairing
 from tests.faults.soak.audits import ALLOWED, Auditor
 from tests.faults.soak.inhost import Audit, audit, left_in
 from tests.unit.soak_world import LATER, World
@@ -18,7 +19,7 @@ class Desk:
     """Keeps a registration whose request never came to P; ``pushes`` is any other table."""
 
     def __init__(self, request_id: str) -> None:
-        self._pending = PendingRegistrations(RequestNames(str, lambda _: None, lambda _: None))
+        self._claims = ClaimTable(Pairing(str), lambda _: False)
         self.pushes: dict[str, str] = {}
         registration = Registration(
             request_id=f"{request_id}-ab12cd34",
@@ -28,7 +29,9 @@ class Desk:
             decode_tp_size=1,
             local_block_ids=[[1]],
         )
-        self._pending.add(registration, 0.0)
+        claim = self._claims.get(registration.key)
+        claim.handle(Registered("d-0", registration, reachable=True, busy=False), 0.0)
+        self._claims.keep(claim, 0.0)
 
 
 def left(desk: Desk, texts: list[str], orphans: list[str]) -> list[str]:
@@ -38,7 +41,7 @@ def left(desk: Desk, texts: list[str], orphans: list[str]) -> list[str]:
 def test_the_audit_finds_a_waiting_registration_of_a_live_d() -> None:
     places = left(Desk("soak-000001"), ["soak-000001"], ["soak-000002"])
     assert places
-    assert all(place.startswith("worker._pending._entries") for place in places)
+    assert all(place.startswith("worker._claims.waiting.") for place in places)
 
 
 def test_the_audit_ignores_only_the_waiting_registration_of_a_dead_d() -> None:

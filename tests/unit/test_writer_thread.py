@@ -88,7 +88,7 @@ def test_a_full_turn_looks_at_no_request_that_only_waits(
     assert "PushWriter.turn" in touched.calls
     assert {call.split(".")[0] for call in touched.calls if call.endswith("tick")} == {
         "Connections",
-        "Registrations",
+        "Claims",
         "Loads",
         "IdleConnections",
     }

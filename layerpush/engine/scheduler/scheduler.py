@@ -44,7 +44,7 @@ from layerpush.compat.worker_report import (
 from layerpush.core.config import ConfigError, LayerPushConfig
 from layerpush.core.first_token import Sampled
 from layerpush.core.postponed_loads import PostponedLoads
-from layerpush.core.request_index import Arrived
+from layerpush.core.request_names import Arrived
 from layerpush.core.request_params import chosen_mode, is_pushed, transfer_id
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.wire import PROTOCOL_VERSION, Decline

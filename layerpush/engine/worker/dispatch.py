@@ -1,11 +1,11 @@
 """Hands each notification of another engine to the part of this worker that handles it. Writer thread only.
 
-    from D     ``Registration``, ``Cancel``, ``Unregister``, ``Decline``               ``Registrations``
+    from D     ``Registration``, ``Cancel``, ``Unregister``, ``Decline``               ``Claims``
                ``Heartbeat``                                                           vLLM's main thread
     from P     ``Accepted``, ``FirstToken``, ``Fail``, ``Cancelled``, ``Queued``,
                ``Unregistered``                                                        ``Loads``
                ``Completion``                                                          ``Loads``, with its notification
-    from both  ``Ping``                                                                ``Registrations``
+    from both  ``Ping``                                                                ``Claims``
                ``Pong``                                                                ``PrefillPeers``, and
                                                                                        ``IdleConnections``
 
@@ -41,7 +41,7 @@ from layerpush.core.wire import (
     read,
 )
 from layerpush.decode.loads import Loads
-from layerpush.prefill.registrations import Registrations
+from layerpush.prefill.claims import Claims
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import Transport, TransportError
 from layerpush.transport.cuda import CudaError
@@ -62,7 +62,7 @@ class Dispatcher:
     def __init__(
         self,
         transport: Transport,
-        registrations: Registrations,
+        claims: Claims,
         loads: Loads,
         idle: IdleConnections,
         heartbeat: Callable[[Heartbeat], None],
@@ -70,7 +70,7 @@ class Dispatcher:
         flush: Callable[[], None],
     ) -> None:
         self._transport = transport
-        self._registrations = registrations
+        self._claims = claims
         self._loads = loads
         self._idle = idle
         self._heartbeat = heartbeat
@@ -126,15 +126,15 @@ class Dispatcher:
     def _dispatch(self, agent: str, message: Message, payload: bytes, now: float) -> None:
         match message:
             case Registration():
-                self._registrations.on_registration(agent, message, now)
+                self._claims.on_registration(agent, message, now)
             case Cancel():
-                self._registrations.on_cancel(agent, message, now)
+                self._claims.on_cancel(agent, message, now)
             case Unregister():
-                self._registrations.on_unregister(agent, message, now)
+                self._claims.on_unregister(agent, message, now)
             case Decline():
-                self._registrations.on_decline(message, now)
+                self._claims.on_decline(message, now)
             case Ping():
-                self._registrations.on_ping(agent, message)
+                self._claims.on_ping(agent, message)
             case Heartbeat():
                 self._heartbeat(message)
             case Accepted() | FirstToken() | Fail() | Cancelled() | Completion() | Queued() | Unregistered():

@@ -1,4 +1,4 @@
-"""P's side of a worker: makes the writer and the registrations, and connects pushes to vLLM's worker."""
+"""P's side of a worker: makes the writer and the claims, and connects pushes to vLLM's worker."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import msgspec
 
 from layerpush.core.wire import Registration, encode_completion
 from layerpush.engine.worker.guard import Guard
+from layerpush.prefill.claims import Claims
 from layerpush.prefill.coverage import check_blocks
 from layerpush.prefill.decode_peers import address_of
 from layerpush.prefill.push import Host, PeerRefusedError, Push
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
-from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.writer import PushWriter
 from layerpush.transport.connections import Connections
 from layerpush.transport.link import Link
@@ -33,7 +33,7 @@ OLD_RELEASE = f"{NO_ANSWER}: it has an older release of layerpush"
 
 
 class WorkerHost:
-    """Makes the writer and the registrations, and is the host of their pushes. ``Host`` documents the methods. Writer
+    """Makes the writer and the claims, and is the host of their pushes. ``Host`` documents the methods. Writer
     thread only.
 
     ``on_lost`` gets the id of a decode engine whose connection is gone.
@@ -46,7 +46,7 @@ class WorkerHost:
         packing: WorkerPacking,
         on_lost: Callable[[str], None],
         make_writer: Callable[[Host], PushWriter],
-        make_registrations: Callable[[PushWriter], Registrations],
+        make_claims: Callable[[PushWriter], Claims],
     ) -> None:
         self._worker = worker
         self._connections = connections
@@ -58,7 +58,7 @@ class WorkerHost:
         self.failed_by_layer = worker.transfer_stats.failed
         self._links: dict[str, Link] = {}
         self.writer = make_writer(self)
-        self.registrations = make_registrations(self.writer)
+        self.claims = make_claims(self.writer)
         self.guard = Guard(self.writer.fail)
 
     def connect(self, push: Push, registration: Registration) -> Link | None:
@@ -86,10 +86,10 @@ class WorkerHost:
         self._links.pop(engine_id, None)
 
     def take_registration(self, request_id: str) -> Registration | None:
-        return self.registrations.take(request_id, time.perf_counter())
+        return self.claims.take(request_id, time.perf_counter())
 
     def is_unwanted(self, request_id: str) -> bool:
-        return self.registrations.is_unwanted(request_id, time.perf_counter())
+        return self.claims.is_unwanted(request_id, time.perf_counter())
 
     def delegate(self, push: Push, registration: Registration) -> None:
         def connected(error: str | None, _: float) -> None:
@@ -104,23 +104,23 @@ class WorkerHost:
         self._connections.reach(address_of(registration), connected, time.perf_counter())
 
     def report_failure(self, report: ReportFailure) -> None:
-        self.guard("a failure report", None, partial(self.registrations.report_failure, report, time.perf_counter()))
+        self.guard("a failure report", None, partial(self.claims.report_failure, report, time.perf_counter()))
 
     def send_first_token(self, action: SendFirstToken) -> None:
-        self.guard("a first token", None, partial(self.registrations.send_first_token, action, time.perf_counter()))
+        self.guard("a first token", None, partial(self.claims.send_first_token, action, time.perf_counter()))
 
     def ended(self, request_id: str, failure: str | None) -> None:
-        self.guard("an ending", None, partial(self.registrations.ended, request_id, failure, time.perf_counter()))
+        self.guard("an ending", None, partial(self.claims.ended, request_id, failure, time.perf_counter()))
 
     def completion(self, registration: Registration) -> bytes:
         return encode_completion(registration.request_id, self._worker.world_size)
 
     def _refusal(self, registration: Registration) -> str | None:
         """The reason why nothing may be written to the engine that is connected under the registration's name."""
-        closing = self.registrations.peers.closing(registration.decode_engine_id)
+        closing = self.claims.peers.closing(registration.decode_engine_id)
         if closing is not None:
             return closing
-        if not self.registrations.is_current(registration):
+        if not self.claims.is_current(registration):
             return RESTARTED
         if self._worker.acknowledges and registration.layerpush and not registration.acknowledges:
             return OLD_RELEASE

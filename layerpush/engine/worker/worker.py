@@ -54,7 +54,7 @@ from layerpush.core.first_token import Missing
 from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.core.liveness import PeerWatch, Verdict
 from layerpush.core.push_policy import Policy
-from layerpush.core.request_index import Arrived
+from layerpush.core.request_names import Arrived
 from layerpush.core.wire import Decline, Registration, WireError, encode_quietly
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
@@ -66,9 +66,9 @@ from layerpush.engine.worker.prefill_host import WorkerHost
 from layerpush.engine.worker.side_channel_probe import Prober
 from layerpush.engine.worker.wake import Waker
 from layerpush.engine.worker.writer_thread import DRAIN_S, WriterThread
+from layerpush.prefill.claims import Claims
 from layerpush.prefill.fences import fences_for
 from layerpush.prefill.push import Host, Identity
-from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.pushes import PushMeter
@@ -97,7 +97,7 @@ class LayerwisePushWorker(VllmPushWorker):
 
     step_events: StepEvents
     writer: PushWriter
-    registrations: Registrations
+    claims: Claims
     loads: Loads
     _writer_thread: WriterThread | None = None
 
@@ -170,7 +170,7 @@ class LayerwisePushWorker(VllmPushWorker):
             packing,
             self._peer_lost,
             lambda host: self._make_writer(layout, fallback, host),
-            lambda writer: Registrations(
+            lambda writer: Claims(
                 writer,
                 self._connections,
                 self._probe_peer,
@@ -182,7 +182,7 @@ class LayerwisePushWorker(VllmPushWorker):
             ),
         )
         self._cuda = cuda.runtime(device)
-        self.writer, self.registrations = self._host.writer, self._host.registrations
+        self.writer, self.claims = self._host.writer, self._host.claims
         self._contact = self._found_contact()
         recorder, watch = self.metrics.recorder, PeerWatch(config.peer_timeout_s)
         self.loads = Loads(
@@ -204,7 +204,7 @@ class LayerwisePushWorker(VllmPushWorker):
         )
         dispatcher = Dispatcher(
             self.transport,
-            self.registrations,
+            self.claims,
             self.loads,
             idle,
             self.heartbeat,
@@ -212,7 +212,7 @@ class LayerwisePushWorker(VllmPushWorker):
             cuda.rdma_flush(self._cuda, device),
         )
         watch_worker(self.metrics, self.vllm_config.parallel_config.world_size, self.loads, peer_errors)
-        watch_writer(self.metrics, self.writer, self.registrations, self.step_events, self._trace)
+        watch_writer(self.metrics, self.writer, self.claims, self.step_events, self._trace)
         watch_rings(self.metrics, packing.rings)
         return WriterThread(
             self,
@@ -223,7 +223,7 @@ class LayerwisePushWorker(VllmPushWorker):
             idle,
             dispatcher,
             self.writer,
-            self.registrations,
+            self.claims,
             self.loads,
             self._unreported_aborts,
         )
@@ -278,13 +278,13 @@ class LayerwisePushWorker(VllmPushWorker):
             self.task(partial(self._await_push, request_id, data), "a registration")
         for news in metadata.news:
             if isinstance(news, Arrived):
-                self.registrations.came([news])  # the writer must have it before the request's first step
+                self.claims.came([news])  # the writer must have it before the request's first step
             else:
                 self.task(partial(self._take, news), type(news).__name__)
         for request_id, blocks in metadata.push_finished_blocks.items():
             self.step_events.finish(request_id, blocks, metadata.sampled.get(request_id))
         metadata.push_registrations, metadata.push_finished_blocks = {}, {}
-        self.registrations.short_of_blocks = metadata.short_of_blocks
+        self.claims.short_of_blocks = metadata.short_of_blocks
         self.step_events.arm(metadata.step_plan, metadata.reqs_not_processed)
         if metadata.reqs_not_processed:
             self._unreported_aborts.dropped(time.perf_counter())
@@ -306,7 +306,7 @@ class LayerwisePushWorker(VllmPushWorker):
         return self.writer.writes_in_flight(request_id)
 
     def may_lapse(self, request_id: str) -> bool:
-        return self.registrations.may_lapse(request_id)
+        return self.claims.may_lapse(request_id)
 
     def measured(self, now: float) -> Tally | None:
         """Metrics since the last call. vLLM calls ``report`` next."""
@@ -343,7 +343,7 @@ class LayerwisePushWorker(VllmPushWorker):
         now = time.perf_counter()
         match news:
             case WentElsewhere():
-                self.registrations.went_elsewhere(news.request_id, news.rank, now)
+                self.claims.went_elsewhere(news.request_id, news.rank, now)
             case Declined():
                 self.decline(news.address, news.message)
             case LoadCancelled() if news.reason == ABORTED:
@@ -449,13 +449,13 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def _peer_lost(self, engine_id: str) -> None:
         self.loads.peers.connection_lost(self.agents_of(engine_id), time.perf_counter())
-        self.registrations.peers.lost(engine_id)
+        self.claims.peers.lost(engine_id)
 
     def forget_engine(self, engine_id: str) -> bool:
         """Drop the connection to an engine; False if WRITEs are on their way to it."""
         self.writer.fail_engine(engine_id, "the connection to the decode engine was dropped")
         if engine_id in self.writer.engines_in_flight:
-            self.registrations.peers.lost(engine_id)
+            self.claims.peers.lost(engine_id)
             return False
         self._connections.forget(engine_id)
         return True

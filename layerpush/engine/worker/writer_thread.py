@@ -12,7 +12,7 @@ Other threads leave work in queues. The writer is the only reader of each, and e
 - deferred pushes, from the handshake executor: vLLM's whole-request pushes whose handshake is over.
 - notifications, from NIXL: ``Dispatcher`` hands each to P's or D's side.
 - step events, from the main thread: steps, layers, finished requests, revoked blocks. New requests are queued before
-  their first step, and ``Registrations`` takes them before it looks for a request.
+  their first step, and ``Claims`` takes them before it looks for a request.
 
 The writer leaves for the main thread: outcomes of loads (``VllmPushWorker.loaded``, ``failed``), ended pushes
 (``report_sent``), heartbeats and completions (``pass_on``), reports to the scheduler (``LayerwisePushWorker.report``),
@@ -47,7 +47,7 @@ from layerpush.engine.worker.dispatch import Dispatcher
 from layerpush.engine.worker.guard import Guard
 from layerpush.engine.worker.thread_name import WRITER, name_this_thread
 from layerpush.engine.worker.wake import Waker
-from layerpush.prefill.registrations import Registrations
+from layerpush.prefill.claims import Claims
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.lag import Lag
 from layerpush.transport.connections import Connections
@@ -83,7 +83,7 @@ class WriterThread:
         idle: IdleConnections,
         dispatcher: Dispatcher,
         pushes: PushWriter,
-        registrations: Registrations,
+        claims: Claims,
         loads: Loads,
         unreported_aborts: UnreportedAborts,
     ) -> None:
@@ -95,7 +95,7 @@ class WriterThread:
         self._pushes = pushes
         self._loads = loads
         self._unreported_aborts = unreported_aborts
-        self._timed: tuple[Timed, ...] = (connections, registrations, loads, idle)
+        self._timed: tuple[Timed, ...] = (connections, claims, loads, idle)
         self._stop = threading.Event()
         self._due = 0.0
         """When the next full turn is due."""

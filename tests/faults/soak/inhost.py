@@ -18,8 +18,8 @@ from tests.faults.soak import scripted
 if TYPE_CHECKING:
     from tests.e2e.hostmain import HostedEngine
 
-WAITING_REGISTRATIONS = "._pending._entries"
-"""Registrations on P without a request yet. P keeps them for some minutes unless D cancels them."""
+WAITING_REGISTRATIONS = "._claims.waiting."
+"""Claims on P without a request yet. P keeps them for some minutes unless D cancels them."""
 
 
 @dataclasses.dataclass(frozen=True)

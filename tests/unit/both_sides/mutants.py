@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.first_token import Sampled
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.wire import Cancel, Cancelled, encode
@@ -16,10 +15,13 @@ from layerpush.decode import load_protocol as awaited
 from layerpush.decode.load_protocol import Action
 from layerpush.decode.load_session import LoadSession
 from layerpush.decode.outcomes import Outcomes
+from layerpush.prefill import claim_protocol as claims
 from layerpush.prefill import push_protocol as pushed
+from layerpush.prefill.claim_session import Claim
+from layerpush.prefill.claims import Claims
 from layerpush.prefill.coverage import Coverage
+from layerpush.prefill.pairing import Pairing
 from layerpush.prefill.push_session import PushSession
-from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
 from layerpush.transport.connections import TRIES, Address, Connections, Then
@@ -163,25 +165,35 @@ def a_push_is_called_drained_when_it_fails(patch: Patch) -> None:
 
 @mutant()
 def a_cancel_is_answered_before_the_wire_is_empty(patch: Patch) -> None:
-    on_cancel = Registrations.on_cancel
+    on_cancel = Claims.on_cancel
 
-    def mutated(self: Registrations, sender: str, message: Cancel, now: float) -> None:
+    def mutated(self: Claims, sender: str, message: Cancel, now: float) -> None:
         on_cancel(self, sender, message, now)
         self._connections.notify(sender, encode(Cancelled(message.request_id)))
 
-    patch.setattr(Registrations, "on_cancel", mutated)
+    patch.setattr(Claims, "on_cancel", mutated)
+
+
+@mutant()
+def a_cancel_does_not_wait_for_the_push(patch: Patch) -> None:
+    plain = Claim._on_cancelled
+
+    def mutated(self: Claim, event: claims.CancelledByD, actions: list[Any]) -> claims.State:
+        return plain(self, replace(event, busy=False), actions)
+
+    patch.setitem(Claim.HANDLERS, claims.CancelledByD, mutated)  # type: ignore[arg-type]
 
 
 @mutant()
 def a_cancel_is_forgotten_once_answered(patch: Patch) -> None:
     """A registration after the cancel is served."""
-    note = BoundedDict.note
+    end = Claim._end
 
-    def mutated(self: BoundedDict, key: Any, value: Any, *args: Any) -> None:
-        if not isinstance(value, Cancelled):
-            note(self, key, value, *args)
+    def mutated(self: Claim, message: Cancel, actions: list[Any], *, connect: bool) -> None:
+        end(self, message, actions, connect=connect)
+        self.answer = self.registration = None
 
-    patch.setattr(BoundedDict, "note", mutated)
+    patch.setattr(Claim, "_end", mutated)
 
 
 @mutant()
@@ -191,12 +203,12 @@ def a_token_of_any_sampling_will_do(patch: Patch) -> None:
 
 @mutant()
 def a_restarted_engine_is_taken_for_the_old_one(patch: Patch) -> None:
-    patch.setattr(Registrations, "is_current", lambda self, registration: True)
+    patch.setattr(Claims, "is_current", lambda self, registration: True)
 
 
 @mutant()
 def prompts_are_told_apart_by_their_id_alone(patch: Patch) -> None:
-    patch.setattr(Registrations, "_digest_of", lambda self, request_id: None)
+    patch.setattr(Pairing, "prompts_differ", lambda self, named, prompt: False)
 
 
 @mutant(hold_writes=0.8)

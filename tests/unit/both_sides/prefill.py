@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from layerpush.core.first_token import Sampled
 from layerpush.core.push_policy import Policy
-from layerpush.core.request_index import Arrived
+from layerpush.core.request_names import Arrived
 from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
 from tests.unit.both_sides.prefill_rank import PrefillRank, descriptor_ids
 from tests.unit.both_sides.process import (
@@ -69,7 +69,7 @@ class PrefillEngine:
         request = Request(prompt, self.world.new_id(prompt.base), None)
         self.requests[request.request_id] = request
         for rank in self.ranks:
-            rank.registrations.came([Arrived(request.request_id, None, prompt.text)])
+            rank.claims.came([Arrived(request.request_id, None, prompt.text)])
         return request
 
     def begin_step(
@@ -84,7 +84,7 @@ class PrefillEngine:
         if request.table is None:
             request.table = self.pool.take(request.prompt.blocks)
             for rank in self.ranks:
-                rank.registrations.short_of_blocks = request.table is None
+                rank.claims.short_of_blocks = request.table is None
             if request.table is None:
                 return False
             for rank in self.ranks:
@@ -189,7 +189,7 @@ class PrefillEngine:
         """Heartbeats name requests by their base ids."""
         for request in self.requests.values():
             is_named = request.leased_until is not None and request.prompt.base in bases
-            if is_named and not any(rank.registrations.may_lapse(request.request_id) for rank in self.ranks):
+            if is_named and not any(rank.claims.may_lapse(request.request_id) for rank in self.ranks):
                 request.leased_until = self.world.now + LEASE_S
 
     def reap_leases(self) -> None:

@@ -21,9 +21,10 @@ from layerpush.core.wire import (
     Unregister,
     encode_completion,
 )
+from layerpush.prefill.claims import Claims
+from layerpush.prefill.decode_peers import address_of
 from layerpush.prefill.push import Identity, PeerRefusedError, Push
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
-from layerpush.prefill.registrations import Registrations, address_of
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.pushes import PushMeter
@@ -91,7 +92,7 @@ class PrefillRank(Process):
         )
         if policy.mode == "auto":
             wait_at_random(self.writer, random.Random(rank))
-        self.registrations = Registrations(
+        self.claims = Claims(
             self.writer,
             self.peers,
             self.probe,
@@ -100,7 +101,7 @@ class PrefillRank(Process):
             lambda: self.capture.steps,
             UNKNOWN_S,
         )
-        self.peers.on_lost = self.registrations.peers.lost
+        self.peers.on_lost = self.claims.peers.lost
 
     def _strategy(self) -> PackingStrategy | None:
         packing = self.world.packing
@@ -173,20 +174,20 @@ class PrefillRank(Process):
         super().turn()
         self.writer.turn()
         self.peers.tick(self.world.now)
-        self.registrations.tick(self.world.now)
+        self.claims.tick(self.world.now)
 
     def take(self, sender: str, message: Message, payload: bytes) -> None:
         match message:
             case Registration():
-                self.registrations.on_registration(sender, message, self.world.now)
+                self.claims.on_registration(sender, message, self.world.now)
             case Cancel():
-                self.registrations.on_cancel(sender, message, self.world.now)
+                self.claims.on_cancel(sender, message, self.world.now)
             case Unregister():
-                self.registrations.on_unregister(sender, message, self.world.now)
+                self.claims.on_unregister(sender, message, self.world.now)
             case Decline():
-                self.registrations.on_decline(message, self.world.now)
+                self.claims.on_decline(message, self.world.now)
             case Ping():
-                self.registrations.on_ping(sender, message)
+                self.claims.on_ping(sender, message)
             case _:
                 assert isinstance(message, Heartbeat)
 
@@ -201,20 +202,20 @@ class PrefillRank(Process):
         return Link(engine_id, (route,), (D_BLOCKS,) * LAYERS, gathered=gathered)
 
     def require_current(self, registration: Registration) -> None:
-        closing = self.registrations.peers.closing(registration.decode_engine_id)
+        closing = self.claims.peers.closing(registration.decode_engine_id)
         if closing is not None:
             raise PeerRefusedError(closing)
-        if not self.registrations.is_current(registration):
+        if not self.claims.is_current(registration):
             raise PeerRefusedError("the decode engine was restarted")
 
     def _route(self, engine_id: str) -> Route:
         return Route(self.agents_of(engine_id)[0], 0, "kv", (self.engine.size, self.rank))
 
     def take_registration(self, request_id: str) -> Registration | None:
-        return self.registrations.take(request_id, self.world.now)
+        return self.claims.take(request_id, self.world.now)
 
     def is_unwanted(self, request_id: str) -> bool:
-        return self.registrations.is_unwanted(request_id, self.world.now)
+        return self.claims.is_unwanted(request_id, self.world.now)
 
     def delegate(self, push: Push, registration: Registration) -> None:
         def connected(error: str | None, _: float) -> None:
@@ -255,16 +256,16 @@ class PrefillRank(Process):
         pass
 
     def report_failure(self, report: ReportFailure) -> None:
-        self.registrations.report_failure(report, self.world.now)
+        self.claims.report_failure(report, self.world.now)
 
     def send_first_token(self, action: SendFirstToken) -> None:
-        self.registrations.send_first_token(action, self.world.now)
+        self.claims.send_first_token(action, self.world.now)
 
     def ended(self, request_id: str, failure: str | None) -> None:
-        self.registrations.ended(request_id, failure, self.world.now)
+        self.claims.ended(request_id, failure, self.world.now)
 
     def peer_lost(self, decode_engine_id: str) -> None:
-        self.registrations.peers.lost(decode_engine_id)
+        self.claims.peers.lost(decode_engine_id)
 
     def completion(self, registration: Registration) -> bytes:
         self.world.note_completion(self, registration)
@@ -280,9 +281,9 @@ class PrefillRank(Process):
         assert not self.staging.running
         assert len(self.staging.ring) == 0, "a span was not given back"
         assert not self.writer.engines_in_use | self.writer.engines_in_flight
-        assert len(self.registrations._pending) == 0
-        assert not self.registrations._arrivals.requests, "an ended request was not forgotten"
-        peers = self.registrations.peers
+        assert self.claims.pending == 0
+        assert not list(self.claims._prompts), "an ended request was not forgotten"
+        peers = self.claims.peers
         assert not any([peers._held, peers._closing, self.evictions])
 
 

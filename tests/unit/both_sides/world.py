@@ -136,7 +136,7 @@ class World:
             self.prefill.reap_leases()
             if all(request.table for request in self.requests):
                 for rank in self.prefill.ranks:
-                    rank.registrations.short_of_blocks = False
+                    rank.claims.short_of_blocks = False
         for process in self.running:
             process.turn()
 

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from layerpush.core.liveness import Verdict
-from layerpush.core.request_index import Arrived
-from layerpush.core.request_names import RequestNames
+from layerpush.core.request_names import Arrived
 from layerpush.core.wire import (
     MAX_REASON_CHARS,
     Accepted,
@@ -28,20 +27,20 @@ from layerpush.core.wire import (
     Unregister,
     Unregistered,
 )
-from layerpush.prefill import decode_peers, registrations
-from layerpush.prefill.decode_peers import address_of
-from layerpush.prefill.pending_registrations import KEPT, KEPT_S
-from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
-from layerpush.prefill.registrations import (
-    ELSEWHERE_S,
-    ENDED_S,
+from layerpush.prefill import claim_table, decode_peers
+from layerpush.prefill.claim_table import WAITING, WAITING_S
+from layerpush.prefill.claims import (
     OTHER_PROMPT,
     OTHER_PROMPT_S,
     PROBES,
     QUEUED_EVERY_S,
     SPARE_ANSWER,
-    Registrations,
+    Claims,
 )
+from layerpush.prefill.decode_peers import address_of
+from layerpush.prefill.pairing import Pairing
+from layerpush.prefill.prompt_requests import ELSEWHERE_S, ENDED_S
+from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.telemetry.peer_errors import PeerErrors
 from tests.unit.peers_rig import Town
 
@@ -158,7 +157,9 @@ class World(Town):
             self.network.addresses = {"D": address_of(asks())}
         self.steps = (0, False)
         self.withdrawn: list[str] = []
-        self.registrations = Registrations(
+        self.taken: dict[str, Registration] = {}
+        """Registrations that had come before their request began."""
+        self.claims = Claims(
             self.writer,  # type: ignore[arg-type]
             self.peers,
             self.probe,
@@ -169,18 +170,23 @@ class World(Town):
             self.withdrawn.append,
         )
         self.begin(*begun)
-        self.closing = self.registrations.peers.closing
-        self.is_current = self.registrations.is_current
-        self.peers.on_lost = self.registrations.peers.lost
+        self.closing = self.claims.peers.closing
+        self.is_current = self.claims.is_current
+        self.peers.on_lost = self.claims.peers.lost
 
     def says(self, registration: Registration, sender: str = "d-0") -> None:
-        self.registrations.on_registration(sender, registration, self.now)
+        self.claims.on_registration(sender, registration, self.now)
         self.settle()
 
     def begin(self, *request_ids: str, transfer: str | None = None) -> None:
         """Requests come and begin."""
-        self.registrations.came([Arrived(each, transfer, self.digests.get(each)) for each in request_ids])
-        self.writer.unclaimed += request_ids
+        self.claims.came([Arrived(each, transfer, self.digests.get(each)) for each in request_ids])
+        for request_id in request_ids:
+            registration = self.takes(request_id)
+            if registration is None:
+                self.writer.unclaimed.append(request_id)
+            else:
+                self.taken[request_id] = registration
 
     def begins(self, **transfers: str) -> None:
         """Requests come and begin, each with its ``transfer_id``. In their names "_" is a dash."""
@@ -189,10 +195,10 @@ class World(Town):
 
     def comes(self, request_id: str, digest: str, transfer: str | None = None) -> None:
         """A request comes to the queue."""
-        self.registrations.came([Arrived(request_id, transfer, digest)])
+        self.claims.came([Arrived(request_id, transfer, digest)])
 
     def takes_back(self, registration: Registration, sender: str = "d-0") -> None:
-        self.registrations.on_unregister(sender, unregister(registration, registration.attempt), self.now)
+        self.claims.on_unregister(sender, unregister(registration, registration.attempt), self.now)
         self.settle()
 
     def cancels(self, registration: Registration, sender: str = "d-0") -> None:
@@ -200,25 +206,25 @@ class World(Town):
         cancel = Cancel(
             named.request_id, named.decode_engine_id, named.decode_host, named.decode_port, named.decode_tp_size
         )
-        self.registrations.on_cancel(sender, cancel, self.now)
+        self.claims.on_cancel(sender, cancel, self.now)
         self.settle()
 
     def fails(self, registration: Registration, reason: str, drained: bool = True, cancelled: bool = False) -> None:
         """The registration's push has failed."""
-        self.registrations.report_failure(ReportFailure(registration, 3, reason, drained, cancelled), self.now)
+        self.claims.report_failure(ReportFailure(registration, 3, reason, drained, cancelled), self.now)
         self.settle()
 
     def ends(self, request_id: str, failure: str | None = "aborted") -> None:
-        self.registrations.ended(request_id, failure, self.now)
+        self.claims.ended(request_id, failure, self.now)
         self.settle()
 
     def loses(self, *engines: str) -> None:
         for engine in engines:
-            self.registrations.peers.lost(engine)
+            self.claims.peers.lost(engine)
 
     def tick(self, seconds: float = 0.0) -> None:
         self.now += seconds
-        self.registrations.tick(self.now)
+        self.claims.tick(self.now)
         self.settle()
 
     def heard(self, *ranks: str) -> list[Message]:
@@ -231,14 +237,16 @@ class World(Town):
         return first
 
     def takes(self, request_id: str = "a/p") -> Registration | None:
-        """The request begins; its registration is served, if there is one."""
-        registration = self.registrations.take(request_id, self.now)
+        """The request begins, unless it has; the registration of it that came before is served."""
+        if request_id in self.taken:
+            return self.taken.pop(request_id)
+        registration = self.claims.take(request_id, self.now)
         if registration is not None:
             self.writer.live[registration.key] = request_id
         return registration
 
     def is_unwanted(self, request_id: str = "a/p", seconds: float = 0.0) -> bool:
-        return self.registrations.is_unwanted(request_id, self.now + seconds)
+        return self.claims.is_unwanted(request_id, self.now + seconds)
 
     def closes(self, registration: Registration) -> None:
         """The registration's push is closed."""
@@ -278,7 +286,7 @@ def test_a_requested_first_token_is_promised_and_sent() -> None:
     world.says(wanted)
     assert world.heard() == [Accepted("a/d", first_token=True)]
     for token in (7, None):
-        world.registrations.send_first_token(SendFirstToken(wanted, token), world.now)
+        world.claims.send_first_token(SendFirstToken(wanted, token), world.now)
         world.settle()
         assert world.heard() == [FirstToken("a/d", token)]
 
@@ -286,7 +294,7 @@ def test_a_requested_first_token_is_promised_and_sent() -> None:
 def test_a_stock_d_gets_no_layerpush_message() -> None:
     world, wanted = World(), asks(layerpush=0, sampling="greedy")
     world.says(wanted)
-    world.registrations.send_first_token(SendFirstToken(wanted, 7), world.now)
+    world.claims.send_first_token(SendFirstToken(wanted, 7), world.now)
     world.settle()
     assert world.heard() == []
 
@@ -385,7 +393,7 @@ def test_a_registration_fails_if_the_named_request_has_another_prompt(begun: boo
     assert world.takes() is None
     assert world.pushes == {}
     assert Fail in map(type, world.heard()), "D would wait for ever"
-    assert world.registrations.pending == 0
+    assert world.claims.pending == 0
 
 
 OTHER = failure(OTHER_PROMPT, epoch=0)
@@ -403,7 +411,7 @@ def test_a_registration_fails_soon_if_its_name_has_another_prompt(order: str, tr
     assert OTHER not in world.heard()
     world.tick(1.1)
     assert world.heard() == [OTHER]
-    assert world.registrations.pending == 0
+    assert world.claims.pending == 0
     assert world.takes() is None
 
 
@@ -422,7 +430,7 @@ def test_a_registration_waits_for_its_prompt_of_a_name_given_twice() -> None:
 
 def test_a_registration_waits_while_the_prompt_of_its_name_is_unknown() -> None:
     world = World()
-    world.registrations.came([Arrived("a/p")])
+    world.claims.came([Arrived("a/p")])
     world.says(asks(prefill="a", digest="two"))
     world.tick(UNKNOWN_S)
     assert world.heard() == [Accepted("a/d")]
@@ -432,7 +440,7 @@ def test_a_registration_waits_for_its_own_prompt_of_the_named_request() -> None:
     world = World("cmpl-a-0/p", digests={"cmpl-a-0/p": "one"})
     world.says(asks("cmpl-a-1/d", prefill="cmpl-a-0/p", digest="two"))
     assert world.heard() == [Accepted("cmpl-a-1/d")]
-    assert world.registrations.pending == 1
+    assert world.claims.pending == 1
 
 
 def test_digests_of_ended_requests_are_forgotten() -> None:
@@ -441,7 +449,73 @@ def test_digests_of_ended_requests_are_forgotten() -> None:
     world.comes("b/p", "two")
     world.ends("a/p", None)
     world.ends("unknown")
-    assert world.registrations._arrivals.requests == ["b/p"]
+    assert [each.request_id for each in world.claims._prompts] == ["b/p"]
+
+
+# Several claims that may mean one request.
+
+
+def waiting(world: World) -> list[str]:
+    """D's ids of the claims that wait, oldest first."""
+    return [claim.request_id for claim in world.claims._claims.waiting]
+
+
+def test_an_exact_id_takes_precedence_over_a_base_id() -> None:
+    world = World()
+    for one in ("a/1", "a/2", "b/1"):
+        world.says(asks(one))
+    assert [world.takes(name) for name in ("a/1", "b/7", "c/1")] == [asks("a/1"), asks("b/1"), None]
+    assert waiting(world) == ["a/2"]
+
+
+@pytest.mark.parametrize("own", ["a/d", "x/d"])
+def test_the_named_request_takes_precedence_over_a_base_id(own: str) -> None:
+    world, named = World(), asks(own, prefill="a/p7")
+    world.says(named)
+    world.says(asks("a/new"))
+    assert world.takes("a/p7") == named
+
+
+def test_the_newest_registration_of_a_base_id_is_taken_first() -> None:
+    """A repeated one is not new, and a different one of the same id is."""
+    world = World()
+    for one in ("a/1", "a/2", "a/3"):
+        world.says(asks(one))
+    world.says(asks("a/1"), "d-1")
+    world.says(asks("a/2", blocks=(3, 4)))
+    assert [world.takes(f"a/{name}") for name in "xyz"] == [asks("a/2", blocks=(3, 4)), asks("a/3"), asks("a/1")]
+
+
+def test_a_taken_registration_drops_older_stock_ones_of_its_base_id() -> None:
+    """A stock engine never cancels a registration that a router left behind for a new try; others do."""
+    world = World()
+    for one, layerpush in (("a/stock", 0), ("a/ours", 1), ("b/stock", 0), ("a/new", 1)):
+        world.says(asks(one, layerpush=layerpush))
+    assert world.takes("a/x") == asks("a/new")
+    assert waiting(world) == ["a/ours", "b/stock"]
+
+
+def test_a_claim_that_is_too_old_is_not_taken() -> None:
+    """Its time begins anew if another registration takes its place, and not with another rank's copy."""
+    world = World()
+    world.says(asks("a/d", layerpush=0))
+    world.says(asks("b/d", layerpush=0))
+    world.now += 5.0
+    world.says(asks("a/d", layerpush=0), "d-1")
+    world.says(asks("b/d", layerpush=0, blocks=(3, 4)))
+    world.now += WAITING_S - 5.0
+    assert world.takes("a/p") is None
+    world.tick()
+    assert waiting(world) == ["b/d"]
+
+
+def test_equal_ids_of_two_engines_are_two_claims() -> None:
+    world = World()
+    world.says(asks())
+    world.says(asks(engine="E"), "e-0")
+    assert world.claims.pending == 2
+    world.cancels(asks())
+    assert world.takes() == asks(engine="E")
 
 
 # Cancelled registrations.
@@ -469,7 +543,7 @@ def test_an_early_cancel_is_forgotten(after: str) -> None:
     world.says(wanted)
     world.cancels(wanted)
     if after == "it is old":
-        assert not world.is_unwanted(seconds=KEPT_S)
+        assert not world.is_unwanted(seconds=WAITING_S)
     else:
         world.ends("a/p")
         assert not world.is_unwanted("a/q")
@@ -571,7 +645,7 @@ def test_the_end_of_an_unrelated_request_refuses_no_registration() -> None:
     world.ends("c/p")
     world.takes("c/q")  # it came again
     world.ends("e/p")
-    world.registrations.came([Arrived("e/q")])  # it came again, perhaps before the writer knows
+    world.claims.came([Arrived("e/q")])  # it came again, perhaps before the writer knows
     wanted = [asks(), asks("cmpl-b-1/d", prefill="cmpl-b-0"), asks("c/d"), asks("e/d")]
     for registration in wanted:
         world.says(registration)
@@ -587,7 +661,7 @@ def test_a_failed_request_is_forgotten_after_a_timeout() -> None:
     world.says(asks("a/d"))
     assert world.heard() == [Accepted("a/d")]
     world.tick()
-    assert world.registrations._failures == {}
+    assert len(world.claims._prompts._ended) == 0
 
 
 UNKNOWN = failure("no such request came to the prefill engine", epoch=0)
@@ -615,12 +689,12 @@ def test_a_registration_without_a_request_is_refused_after_a_timeout() -> None:
 def test_a_registration_waits_while_its_request_is_in_the_queue(request_id: str, transfer: str | None) -> None:
     """It leaves when it was pushed to another decode engine."""
     world = World()
-    world.registrations.came([Arrived(request_id, transfer), Arrived("b/p")])
+    world.claims.came([Arrived(request_id, transfer), Arrived("b/p")])
     world.says(asks(transfer=transfer))
     world.tick(2 * UNKNOWN_S)
     world.tick(2 * UNKNOWN_S)
     assert world.heard() == [Accepted("a/d")]
-    assert world.registrations.pending == 1
+    assert world.claims.pending == 1
     world.ends(request_id, None)
     world.tick(2.0)
     assert world.heard() == [UNKNOWN]
@@ -629,9 +703,9 @@ def test_a_registration_waits_while_its_request_is_in_the_queue(request_id: str,
 def test_an_aborted_request_is_removed_from_the_arrivals() -> None:
     """Its arrival is handled on demand, and before its end."""
     world = World()
-    world.registrations.came([Arrived("a/p"), Arrived("b/p")])
+    world.claims.came([Arrived("a/p"), Arrived("b/p")])
     world.ends("a/p")
-    assert world.registrations._arrivals.requests == ["b/p"]
+    assert [each.request_id for each in world.claims._prompts] == ["b/p"]
 
 
 def test_a_request_after_the_refusal_of_its_registration_is_unwanted() -> None:
@@ -660,7 +734,7 @@ def test_a_long_step_delays_the_refusal_of_a_registration() -> None:
 
 def test_the_oldest_registration_is_refused_beyond_the_limit() -> None:
     world = World()
-    for number in range(KEPT + 1):
+    for number in range(WAITING + 1):
         world.says(asks(f"r{number}/d"))
     assert [message.request_id for message in world.heard() if isinstance(message, Fail)] == ["r0/d"]
 
@@ -753,7 +827,7 @@ def test_the_end_of_a_transfer_is_remembered_until_its_next_request(why: str) ->
     reason = "the prefill request has ended: aborted" if why == "aborted" else SPARE_ANSWER
     world.says(asks(d, transfer="t"))
     assert failure(reason, request_id=d, epoch=0) in world.heard()
-    world.registrations.came([Arrived("cmpl-q-0/p", "t")])
+    world.claims.came([Arrived("cmpl-q-0/p", "t")])
     world.says(asks("cmpl-e-0/d", transfer="t"))
     assert world.heard() == [Accepted("cmpl-e-0/d")], "it came again"
 
@@ -768,7 +842,7 @@ def test_a_registration_at_the_wrong_rank_fails_at_once(registered: str) -> None
     world = World()
     if registered == "before":
         world.says(asks())
-    world.registrations.went_elsewhere("a/p", 1, world.now)
+    world.claims.went_elsewhere("a/p", 1, world.now)
     world.settle()
     if registered == "after":
         world.says(asks())
@@ -778,7 +852,7 @@ def test_a_registration_at_the_wrong_rank_fails_at_once(registered: str) -> None
 
 def test_the_next_attempt_may_use_this_rank() -> None:
     world = World()
-    world.registrations.went_elsewhere("a/p", 1, world.now)
+    world.claims.went_elsewhere("a/p", 1, world.now)
     world.tick(ELSEWHERE_S)
     world.says(asks())
     assert world.heard() == [Accepted("a/d")]
@@ -787,7 +861,7 @@ def test_the_next_attempt_may_use_this_rank() -> None:
 
 def test_a_local_request_is_pushed_even_if_another_went_elsewhere() -> None:
     world = World("a/p")
-    world.registrations.went_elsewhere("a/q", 1, world.now)
+    world.claims.went_elsewhere("a/q", 1, world.now)
     world.says(asks())
     assert world.pushes == {"a/p": "a/d"}
 
@@ -799,8 +873,8 @@ def junk(world: World, count: int) -> None:
     """Registrations and declines of requests that never come, and prompts that wait for a registration."""
     for number in range(count):
         names = f"7_cmpl-j{number}-1-3/d", f"cmpl-j{number}-2/p"
-        world.registrations.on_registration("d-0", asks(names[0], prefill=names[1], transfer=f"t{number}"), world.now)
-        world.registrations.on_decline(Decline(f"n{number}/d", "D", f"n{number}/p"), world.now)
+        world.claims.on_registration("d-0", asks(names[0], prefill=names[1], transfer=f"t{number}"), world.now)
+        world.claims.on_decline(Decline(f"n{number}/d", "D", f"n{number}/p"), world.now)
         world.ends(f"e{number}/p")
     world.begin(*(f"w{number}/p" for number in range(count)))
     world.settle()
@@ -811,13 +885,13 @@ def test_the_cost_of_a_request_does_not_grow_with_others(monkeypatch: pytest.Mon
     world, compared = World(), list[str]()
 
     def count(name: str) -> None:
-        compare = getattr(RequestNames, name)
+        compare = getattr(Pairing, name)
 
-        def counted(self: RequestNames, *args: Any) -> bool:
+        def counted(self: Pairing, *args: Any) -> bool:
             compared.append(name)
             return bool(compare(self, *args))
 
-        monkeypatch.setattr(RequestNames, name, counted)
+        monkeypatch.setattr(Pairing, name, counted)
 
     for name in ("is_for", "is_misnamed", "is_spare_answer", "_is_prompt"):
         count(name)
@@ -832,7 +906,7 @@ def test_the_cost_of_a_request_does_not_grow_with_others(monkeypatch: pytest.Mon
     world.begin("cmpl-b-0/p", "cmpl-c-0/p")
     world.says(asks("cmpl-b-0/d"))
     assert world.pushes == {"cmpl-b-0/p": "cmpl-b-0/d"}
-    world.registrations.on_decline(Decline("cmpl-c-0/d", "D"), world.now)
+    world.claims.on_decline(Decline("cmpl-c-0/d", "D"), world.now)
     assert len(compared) < 20, "of eight operations beside 4,000 other requests"
 
 
@@ -845,9 +919,9 @@ def test_a_cancelled_or_declined_request_is_withdrawn(when: str) -> None:
     if when == "it is pushed":
         world.served(wanted)
     elif when != "it is not here":
-        world.registrations.came([Arrived("b/p"), Arrived("a/p")])
+        world.claims.came([Arrived("b/p"), Arrived("a/p")])
     if when == "it was declined":
-        world.registrations.on_decline(declined(), world.now)
+        world.claims.on_decline(declined(), world.now)
     else:
         world.says(wanted)
         world.cancels(wanted)
@@ -857,10 +931,10 @@ def test_a_cancelled_or_declined_request_is_withdrawn(when: str) -> None:
 def test_a_decline_of_an_ended_request_withdraws_no_other() -> None:
     """The next attempt has the same id but for its random suffix."""
     world = World()
-    world.registrations.came([Arrived("a/p")])
-    world.registrations.on_decline(declined(prefill="a/q"), world.now)
+    world.claims.came([Arrived("a/p")])
+    world.claims.on_decline(declined(prefill="a/q"), world.now)
     assert world.withdrawn == []
-    world.registrations.on_decline(declined(prefill="a/p"), world.now)
+    world.claims.on_decline(declined(prefill="a/p"), world.now)
     assert world.withdrawn == ["a/p"]
 
 
@@ -877,7 +951,7 @@ def test_a_stock_engine_gets_no_answers() -> None:
     world.fails(wanted, "cut off")
     world.ends("a/p", "cut off")
     world.says(asks("c/d", layerpush=0))
-    world.tick(KEPT_S)
+    world.tick(WAITING_S)
     assert world.mail.sent == []
     assert world.network.handshakes == []
 
@@ -906,7 +980,7 @@ def test_a_stock_registration_is_dropped_after_other_failures(reason: str, drain
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> World:
     """Registrations that remember 10 of each kind."""
-    monkeypatch.setattr(registrations, "REMEMBERED", 10)
+    monkeypatch.setattr(claim_table, "REMEMBERED", 10)
     return World()
 
 
@@ -922,8 +996,8 @@ def crowd(world: World) -> None:
 
 def test_memory_is_bounded(crowded: World) -> None:
     crowd(crowded)
-    known = crowded.registrations
-    assert all(len(memory) <= 10 for memory in (known._served, known._answers, known._senders))
+    known = crowded.claims._claims
+    assert all(len(memory) <= 10 for memory in (known._served, known._over))
 
 
 def test_a_long_push_can_still_be_cancelled_after_many_others(crowded: World) -> None:
@@ -948,7 +1022,7 @@ def test_the_sender_of_a_live_registration_is_remembered(begun: bool, crowded: W
         crowded.says(wanted)
     crowd(crowded)
     assert crowded.is_current(wanted)
-    assert len(crowded.registrations._senders) <= 11
+    assert len(crowded.claims._claims._served) <= 11
     if not begun:
         assert crowded.takes() == wanted
         crowd(crowded)
@@ -1019,10 +1093,10 @@ def test_a_reused_id_starts_without_the_earlier_result(end: str) -> None:
 
 def test_a_ping_is_answered_only_for_a_known_agent() -> None:
     world = World()
-    world.registrations.on_ping("d-0", Ping("D", 7))
+    world.claims.on_ping("d-0", Ping("D", 7))
     world.served()
-    world.registrations.on_ping("d-1", Ping("D", 8))
-    world.registrations.on_ping("d-new", Ping("D", 9))
+    world.claims.on_ping("d-1", Ping("D", 8))
+    world.claims.on_ping("d-new", Ping("D", 9))
     assert world.mail.taken() == [("d-1", Pong(8))]
 
 
@@ -1032,9 +1106,13 @@ LOST = "the connection to the decode engine was lost"
 FAILS = [failure("cut off", drained=False), failure("cut off")]
 
 
-def doomed() -> tuple[World, Registration]:
-    """A push to D has failed with its connection, and another WRITE to D is still on the wire."""
+def doomed(*served: str) -> tuple[World, Registration]:
+    """A push to D has failed with its connection, and another WRITE to D is still on the wire. D's requests "<name>/d"
+    are served, too.
+    """
     world = World()
+    for name in served:
+        world.served(asks(f"{name}/d"), f"{name}/p")
     wanted = world.served()
     world.writer.engines_in_flight = {"D"}
     world.loses("D")
@@ -1084,7 +1162,7 @@ def test_withheld_messages_are_sent_once_to_an_engine_that_sends_again(how: str,
 
 @pytest.mark.parametrize("dropped", [True, False])
 def test_withheld_messages_expire(dropped: bool) -> None:
-    world, wanted = doomed()
+    world, wanted = doomed("b", "e")
     if dropped:
         drops(world)
     world.now += ENDED_S / 2
@@ -1093,7 +1171,7 @@ def test_withheld_messages_expire(dropped: bool) -> None:
     world.tick(ENDED_S / 2)
     if not dropped:
         drops(world)
-    world.registrations.came([Arrived("c/p")])
+    world.claims.came([Arrived("c/p")])
     world.says(asks("c/d"))
     assert told(world) == these(failure("cut off", request_id="b/d"), Accepted("c/d"))
     world.says(wanted)
@@ -1101,7 +1179,7 @@ def test_withheld_messages_expire(dropped: bool) -> None:
     world.loses("D")
     world.fails(asks("e/d"), "cut off")
     world.tick(ENDED_S)
-    assert len(world.registrations.peers._withheld) == 0
+    assert len(world.claims.peers._withheld) == 0
 
 
 def test_refusals_are_withheld_until_the_connection_is_dropped() -> None:
@@ -1120,11 +1198,11 @@ def test_refusals_are_withheld_until_the_connection_is_dropped() -> None:
 def test_no_lost_engine_gets_a_message_before_its_connection_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world, wanted = doomed()
+    world, _ = doomed("b")
     monkeypatch.setattr(decode_peers, "HELD", 2)
     world.writer.engines_in_flight = {"D", "E", "F", "G"}
     world.loses("E", "F", "G")
-    world.fails(wanted, "cut off")
+    world.fails(asks("b/d"), "cut off")
     world.tick()
     assert world.mail.sent == []
     assert world.network.handshakes == []
@@ -1384,7 +1462,7 @@ def test_the_fingerprint_of_a_registration_ignores_the_contact() -> None:
     world = World()
     for rank in ("d-0", "d-1"):
         world.says(asks(contact=rank.encode()), rank)
-    assert world.registrations.pending == 1
+    assert world.claims.pending == 1
     assert len({asks(contact=rank).fingerprint for rank in (None, b"d-0", b"d-1")}) == 1
 
 
@@ -1409,7 +1487,7 @@ def test_a_registration_of_an_unknown_request_causes_no_handshake() -> None:
         world.cancels(asks("unknown/d", engine=engine), rank)
     world.tick(UNKNOWN_S)
     world.tick(2.0)
-    assert world.registrations.pending == 0
+    assert world.claims.pending == 0
     assert world.network.handshakes == []
 
 
@@ -1420,20 +1498,20 @@ def test_an_early_registration_is_accepted_once_its_request_comes(begun: bool) -
     world.says(wanted)
     world.tick()
     assert world.network.handshakes == []
-    world.registrations.came([Arrived("b/p"), Arrived("a/p")])
+    world.claims.came([Arrived("b/p"), Arrived("a/p")])
     if begun:
         assert world.takes() == wanted
     world.tick()
     assert world.network.handshakes == [address_of(wanted)]
     assert world.heard() == [Accepted("a/d", first_token=True)]
-    world.registrations.came([Arrived("a/q")])
+    world.claims.came([Arrived("a/q")])
     world.tick()
     assert world.heard() == [], "once is enough"
 
 
 def test_a_registration_is_accepted_at_once_if_its_request_is_in_the_queue() -> None:
     world = World(connected=False)
-    world.registrations.came([Arrived("a/p")])
+    world.claims.came([Arrived("a/p")])
     world.says(asks())
     assert world.heard() == [Accepted("a/d")]
 
@@ -1443,7 +1521,7 @@ def test_an_engine_that_was_connected_meanwhile_gets_its_answer() -> None:
     world.says(asks())
     world.says(asks("b/d"))
     assert world.heard() == [Accepted("b/d")]
-    world.registrations.came([Arrived("a/p")])
+    world.claims.came([Arrived("a/p")])
     world.tick()
     assert world.heard() == [Accepted("a/d")]
 
@@ -1455,10 +1533,10 @@ def test_an_unconnected_engine_hears_that_p_lives() -> None:
         world.says(asks(contact=f"contact of {rank}".encode()), rank)
     assert set(world.mail.taken()) == {("d-0", Accepted("a/d")), ("d-1", Accepted("a/d"))}
     for sender in ("d-1", "d-2"):
-        world.registrations.on_ping(sender, Ping("D", 8))
+        world.claims.on_ping(sender, Ping("D", 8))
     assert world.mail.taken() == [("d-1", Pong(8))]
     assert world.network.handshakes == []
-    world.registrations.came([Arrived("a/p")])
+    world.claims.came([Arrived("a/p")])
     world.tick()
     assert len(world.network.handshakes) == 1
 
@@ -1492,7 +1570,7 @@ def declined(request_id: str = "a/d", prefill: str | None = None, digest: str | 
 def test_a_decline_releases_a_finished_request(caplog: pytest.LogCaptureFixture) -> None:
     world = World("a/p")
     world.writer.finished = {"a/p"}
-    world.registrations.on_decline(declined(), world.now)
+    world.claims.on_decline(declined(), world.now)
     assert world.writer.declined == ["a/p"]
     assert not world.is_unwanted()
     assert world.heard() == [], "D does not wait for an answer"
@@ -1501,14 +1579,14 @@ def test_a_decline_releases_a_finished_request(caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize("begun", [["a/p"], []])
 def test_a_decline_releases_an_unfinished_request_later(begun: list[str]) -> None:
     world = World(*begun)
-    world.registrations.on_decline(declined(), world.now)
+    world.claims.on_decline(declined(), world.now)
     assert [world.is_unwanted(name) for name in ("b/p", "a/p", "a/p")] == [False, True, False]
 
 
 def test_a_decline_keeps_another_prompt_of_the_same_id() -> None:
     world = World("a/p", digests={"a/p": "one"})
     world.writer.finished = {"a/p"}
-    world.registrations.on_decline(declined(digest="other"), world.now)
+    world.claims.on_decline(declined(digest="other"), world.now)
     assert world.writer.declined == []
     assert not world.is_unwanted()
 
@@ -1517,15 +1595,15 @@ def test_a_registration_takes_precedence_over_a_decline() -> None:
     """A decode engine that has registered cancels, and waits for the answer."""
     world = World()
     world.says(asks())
-    world.registrations.on_decline(declined(), world.now)
+    world.claims.on_decline(declined(), world.now)
     assert not world.is_unwanted()
     assert world.takes() == asks()
 
 
 def test_a_decline_expires() -> None:
     world = World()
-    world.registrations.on_decline(declined(), world.now)
-    world.tick(KEPT_S)
+    world.claims.on_decline(declined(), world.now)
+    world.tick(WAITING_S)
     assert not world.is_unwanted()
 
 
@@ -1555,7 +1633,7 @@ def test_spare_answers_fail_at_the_start_of_the_only_request() -> None:
     assert world.takes("chat-a/p") == wanted[0]
     world.settle()
     assert world.heard() == [Fail("1_chat-a/d", 0, SPARE_ANSWER, True)]
-    assert world.registrations.pending == 0
+    assert world.claims.pending == 0
 
 
 def test_a_spare_answer_fails_until_the_ended_request_is_forgotten() -> None:
@@ -1568,14 +1646,14 @@ def test_a_spare_answer_fails_until_the_ended_request_is_forgotten() -> None:
     assert world.heard()[1:] == [Fail("1_chat-a/d", 0, SPARE_ANSWER, True)]
     world.tick(ENDED_S)
     world.says(asks("2_chat-a/d", prefill="chat-a"))
-    assert world.registrations.pending == 1
+    assert world.claims.pending == 1
 
 
 def test_an_answer_to_another_prompt_is_not_spare() -> None:
     world = World("chat-a/p", digests={"chat-a/p": "one"})
     world.says(asks("1_chat-a/d", prefill="chat-a", digest="other"))
     assert world.heard() == [Accepted("1_chat-a/d")]
-    assert world.registrations.pending == 1
+    assert world.claims.pending == 1
 
 
 # Prompts that wait for blocks, and registrations that decode engines take back.
@@ -1594,7 +1672,7 @@ def full(*computed: str, layerpush: int = 2) -> World:
     world.says(asks(layerpush=layerpush))
     world.writer.finished = set(computed)
     world.comes("c/p", "two")
-    world.registrations.short_of_blocks = True
+    world.claims.short_of_blocks = True
     world.heard()
     world.tick()
     return world
@@ -1605,7 +1683,7 @@ def test_a_decode_engine_learns_that_its_prompt_waits_for_blocks() -> None:
     assert world.heard() == [Queued("a/d", ("b/", "c/two"))]
     world.tick(QUEUED_EVERY_S)
     assert world.heard() == [Queued("a/d", ("b/", "c/two"))], "the message may be lost"
-    world.registrations.short_of_blocks = False
+    world.claims.short_of_blocks = False
     world.tick(QUEUED_EVERY_S)
     assert world.heard() == []
 
@@ -1614,16 +1692,16 @@ def test_a_decode_engine_learns_that_its_prompt_waits_for_blocks() -> None:
 def test_an_older_decode_engine_does_not_learn_it(layerpush: int) -> None:
     world = full("b/p", layerpush=layerpush)
     assert world.heard() == []
-    assert world.registrations.may_lapse("b/p"), "the wait must end all the same"
+    assert world.claims.may_lapse("b/p"), "the wait must end all the same"
 
 
 def test_a_lease_may_lapse_only_while_a_registered_prompt_waits() -> None:
     world = full("b/p")
-    assert world.registrations.may_lapse("b/p")
-    assert not world.registrations.may_lapse("c/p"), "a decode engine has registered it"
+    assert world.claims.may_lapse("b/p")
+    assert not world.claims.may_lapse("c/p"), "a decode engine has registered it"
     assert world.takes() == asks(layerpush=2)
     world.tick(QUEUED_EVERY_S)
-    assert not world.registrations.may_lapse("b/p")
+    assert not world.claims.may_lapse("b/p")
 
 
 def test_a_registration_can_be_taken_back_before_its_push_begins() -> None:
@@ -1674,11 +1752,25 @@ def test_a_decline_counts_after_the_registration_was_taken_back() -> None:
     world.writer.unclaimed = []
     world.says(asks(layerpush=2))
     world.takes_back(asks(layerpush=2))
-    world.registrations.on_decline(Decline("a/d", "D"), world.now)
+    world.claims.on_decline(Decline("a/d", "D"), world.now)
     assert world.is_unwanted()
+
+
+def test_a_cancel_counts_for_a_later_attempt() -> None:
+    """It may overtake the registration of the attempt that D had begun before it cancelled."""
+    world = full("b/p")
+    world.takes_back(asks(layerpush=2))
+    world.cancels(asks(layerpush=2))
+    again = msgspec.structs.replace(asks(layerpush=2, blocks=(7, 8)), attempt=1)
+    world.heard()
+    world.says(again)
+    world.says(asks(layerpush=2))
+    world.says(again, "d-1")
+    assert world.heard() == [Cancelled("a/d")] * 3
+    assert world.takes() is None
 
 
 def test_a_stranger_takes_no_registration_back() -> None:
     world = full()
-    world.registrations.on_unregister("stranger", unregister(asks()), world.now)
+    world.claims.on_unregister("stranger", unregister(asks()), world.now)
     assert world.takes() is not None
