@@ -90,6 +90,7 @@ def _set_up() -> None:
     No garbage collection of a child visits the objects of the imports, not even at vLLM's shutdown.
     """
     import vllm.logger
+    import vllm.model_executor.models.registry
     import vllm.v1.engine.core
     import vllm.v1.executor.multiproc_executor
     from vllm.config.logging import LoggingConfig
@@ -100,6 +101,9 @@ def _set_up() -> None:
         module.configure_logging = vllm.logger.configure_logging_if_needed
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = staticmethod(lambda: None)
+    if current_platform.is_cpu():  # elsewhere a model's import may open the device
+        # vLLM looks at a new kind of model in a process of its own, which imports vLLM again.
+        vllm.model_executor.models.registry._run_in_subprocess = lambda look: look()
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
