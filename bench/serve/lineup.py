@@ -24,7 +24,7 @@ STOCK = {"pull": "NixlConnector", "push": "NixlPushConnector"}
 LAYERPUSH = {**GRANULARITIES, TOKEN: GRANULARITIES["auto"]}
 """Settings of P in each of layerpush's modes."""
 DISPATCH = {"pull": "sequential"}
-"""The proxy's dispatch in a mode; in all others it is concurrent."""
+"""The proxy's dispatch in a mode, whose P does not push; in all others it is concurrent."""
 CORRUPTED = "layer"
 LEAST_SEQUENCES = 8
 ROOM_TOKENS = 64
@@ -59,12 +59,10 @@ class ProxySpec(EngineSpec):
     server: Sequence[str] = (sys.executable, "-m", "layerpush", "proxy")
     prefill: str = ""
     decode: str = ""
-    sequential: bool = False
 
     def command(self, port: int) -> list[str]:
         engines = ["--prefill", self.prefill, "--decode", self.decode]
-        command = [*self.server, "--port", str(port), *engines, "--log-level", "warning"]
-        return command + ["--sequential"] * self.sequential
+        return [*self.server, "--port", str(port), *engines, "--log-level", "warning"]
 
 
 @dataclass(frozen=True)
@@ -112,9 +110,7 @@ class Lineup:
 
     def proxy(self, mode: str, prefill: str, decode: str) -> ProxySpec:
         """The proxy of a mode, in front of the engines at these URLs."""
-        sequential = dispatch_of(mode) == "sequential"
-        name = f"{mode}-proxy"
-        return ProxySpec(name, "plain", self.model.path, prefill=prefill, decode=decode, sequential=sequential)
+        return ProxySpec(f"{mode}-proxy", "plain", self.model.path, prefill=prefill, decode=decode)
 
     def trace_dir(self, mode: str) -> Path:
         """The ``trace_dir`` of P in a mode."""

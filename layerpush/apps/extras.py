@@ -10,7 +10,7 @@ import typer
 Extra: TypeAlias = Literal["proxy", "plot"]
 
 MODULES: dict[Extra, tuple[str, ...]] = {
-    "proxy": ("aiohttp", "fastapi", "httptools", "prometheus_client", "starlette", "uvicorn"),
+    "proxy": ("aiohttp",),
     "plot": ("matplotlib",),
 }
 """The import names of each extra's packages in pyproject.toml."""

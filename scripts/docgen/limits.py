@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerpush.apps.proxy import body, connection, discovery, legs, sse
+from layerpush.apps.proxy import body, legs, server
 from layerpush.compat import handshake, handshake_executor, heartbeats, push_worker
 from layerpush.core import request_params, wire
 from layerpush.decode import early_messages, prefill_peers
@@ -55,12 +55,21 @@ MESSAGES = (
         "counted; the next line has the count",
     ),
     ("kinds of peer errors", peer_errors.MAX_KINDS, "", "counted as one kind, `other`"),
-    ("the proxy: the head of a request", connection.MAX_HEAD_BYTES, "bytes", "status 431, the connection is closed"),
-    ("the proxy: the arrival of a head", connection.HEAD_TIMEOUT_S, "seconds", "status 408, the connection is closed"),
+    (
+        "the proxy: the request line, and each header",
+        server.MAX_LINE_BYTES,
+        "bytes",
+        "status 400, the connection ends",
+    ),
+    ("the proxy: headers of a request", server.MAX_HEADERS, "", "status 400, the connection ends"),
+    ("the proxy: the arrival of a head", server.HEAD_TIMEOUT_S, "seconds", "the connection ends"),
     ("the proxy: keys of a JSON object", body.MAX_KEYS, "", "status 400"),
-    ("the proxy: an engine's answer in one piece", legs.MAX_ANSWER_BYTES, "bytes", "status 502; D's is passed on"),
-    ("the proxy: an event of D", sse.MAX_EVENT_BYTES, "bytes", "status 502, or an error event"),
-    ("the proxy: engines of a DNS name", discovery.MAX_ADDRESSES, "", "not used, logged"),
+    (
+        "the proxy: an engine's answer in one piece, D's first event",
+        legs.MAX_ANSWER_BYTES,
+        "bytes",
+        "status 502; D's is passed on",
+    ),
 )
 
 # Side; table; entries; bytes; seconds; effect beyond them.

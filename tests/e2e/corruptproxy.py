@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from layerpush.apps.cli import app
-from layerpush.apps.proxy.client import Client
+from layerpush.apps.proxy import legs
 
-send = Client.send
+read = legs._read
 
 
-async def send_something_else(client: Client, data: bytes) -> None:
-    await send(client, data.replace(b" w1", b" w2"))
+async def read_something_else(*arguments: Any) -> tuple[bytes, bool]:
+    body, is_end = await read(*arguments)
+    return body.replace(b" w1", b" w2"), is_end
 
 
 if __name__ == "__main__":
-    Client.send = send_something_else  # type: ignore[method-assign]
+    legs._read = read_something_else
     app()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -125,10 +126,8 @@ class Rig:
 
     def working_decode(self) -> Engine | None:
         """The D with a request of the proxy."""
-        for engine in self.decodes:
-            if metric(self.url, f'layerpush_proxy_engine_outstanding_tokens{{engine="{engine.url}"'):
-                return engine
-        return None
+        busy = {each["url"] for each in health(self.url)["engines"] if each["requests"]}
+        return next((engine for engine in self.decodes if engine.url in busy), None)
 
     def restart_prefill(self, engine_id: str) -> None:
         """Start another process at P's address, under another engine id. Does not wait until it is ready."""
@@ -144,7 +143,7 @@ class Rig:
 
     def await_idle(self) -> None:
         """Wait until no engine and no proxy has a request."""
-        until(lambda: metric(self.url, "layerpush_proxy_requests_under_way") == 0, "the proxy is idle")
+        until(lambda: health(self.url)["requests"] == 0, "the proxy is idle")
         for engine in (self.prefill, *self.decodes):
             until(lambda: metric(engine.url, "vllm:num_requests_running") == 0, f"{engine.name} is idle")  # noqa: B023
             until(lambda: metric(engine.url, "vllm:num_requests_waiting") == 0, f"{engine.name} is idle")  # noqa: B023
@@ -272,15 +271,14 @@ def model_with_tokenizer(directory: Path) -> Path:
     return model
 
 
-def dispatches(url: str, mode: str) -> float:
-    """The number of a proxy's dispatches in this mode."""
-    return metric(url, f'layerpush_proxy_dispatches_total{{mode="{mode}"}}')
+def health(url: str) -> dict[str, Any]:
+    """The state that a proxy reports."""
+    return dict(json.loads(get(f"{url}/health")[1]))
 
 
 def dispatch_of_prefill(rig: Rig) -> str:
     """The dispatch of P in the proxy's ``/health``."""
-    body = get(f"{rig.url}/health")[1]
-    return next((each["dispatch"] for each in json.loads(body)["engines"] if each["role"] == "prefill"), "")
+    return next((each["dispatch"] for each in health(rig.url)["engines"] if each["role"] == "prefill"), "")
 
 
 def push_of(trace_dir: Path, request_id: str) -> PushRecord:

@@ -30,10 +30,7 @@ README_RUN, BY_HAND, DEPLOYED = (
     f"{E2E}::{name}"
     for name in ("test_the_readme_and_the_contract", "test_the_quickstart_by_hand", "test_the_deployment")
 )
-PROXY_PAGE, CURL_EXAMPLES = (
-    f"tests/unit/proxy/test_pages.py::{name}"
-    for name in ("test_the_commands_start_a_proxy", "test_the_curl_examples_send_valid_params")
-)
+CURL_EXAMPLES = "tests/unit/proxy/test_pages.py::test_the_curl_examples_send_valid_params"
 
 RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("README.md", "make demo"): (f"{E2E}::test_the_demo", CI),
@@ -49,8 +46,6 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     (DEPLOYMENT, "vllm-router --host 0.0.0.0"): ("tests/e2e/test_vllm_router.py::test_layers_stream",),
     (DEPLOYMENT, "layerpush proxy --host 0.0.0.0"): (DEPLOYED,),
     (PROXY, "layerpush proxy --port 8000"): (README_RUN,),
-    (PROXY, "layerpush proxy --port 8000 --prefill dns://"): (PROXY_PAGE,),
-    (PROXY, 'echo \'{"prefill"'): (PROXY_PAGE,),
     (PROXY, "curl http://127.0.0.1:8000/v1/chat/completions"): (README_RUN,),
     (QUICKSTART, "make demo"): (f"{E2E}::test_the_demo", CI),
     (QUICKSTART, "curl http://127.0.0.1:8000/v1/completions"): (README_RUN, BY_HAND, DEPLOYED),

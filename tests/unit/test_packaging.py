@@ -395,7 +395,7 @@ def test_the_proxy_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "fastapi", None)
     done = CliRunner().invoke(app, ["proxy", "--prefill", "http://p:8000", "--decode", "http://d:8000"])
     assert done.exit_code == 2
-    assert done.stderr == "layerpush proxy needs fastapi, not installed here: pip install 'layerpush[proxy]'\n"
+    assert done.stderr == "layerpush proxy needs aiohttp, not installed here: pip install 'layerpush[proxy]'\n"
 
 
 REQUIREMENTS = ROOT / "requirements"

@@ -5,7 +5,6 @@ Only the top level is parsed: a prompt of any length passes through as the clien
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
@@ -14,10 +13,6 @@ import msgspec
 from layerpush.apps.proxy.identity import remote_request_id
 
 Endpoint: TypeAlias = Literal["completions", "chat/completions"]
-
-BYTES_PER_TOKEN = 4
-TOKENS_EXPECTED = 256
-PREFIX_BYTES = 1024
 
 MAX_KEYS = 1024
 """The most keys of a JSON object: a million would stop all other requests for seconds."""
@@ -101,40 +96,16 @@ class RequestBody:
         """Whether the client wants server-sent events. It reads the value as leniently as the engines do."""
         return self._is_set("stream") and self._bytes("stream").strip(b'"').lower() not in _NO
 
-    @functools.cached_property
-    def alone(self) -> str | None:
-        """The parameter because of which D has to compute this prompt itself; None if P can compute it."""
-        if self._is_set("use_beam_search"):
-            return "use_beam_search"
-        if self._is_set("prompt_logprobs") or self._bytes("prompt_logprobs") == b"0":
-            return "prompt_logprobs"
-        if self._is_set("echo") and "logprobs" in self._fields and self._bytes("logprobs") != b"null":
-            return "echo with logprobs"
-        if self._bytes("truncate_prompt_tokens").strip(b'"').startswith(b"-"):
-            return "truncate_prompt_tokens"
-        return None
-
-    @functools.cached_property
-    def prompt_tokens(self) -> int:
-        """An estimate of the number of tokens that P has to compute."""
-        raw = self._prompt()
-        if raw[:1] == b"[" and self.endpoint == "completions" and b'"' not in raw:
-            return raw.count(b",") + 1
-        return max(1, len(raw) // BYTES_PER_TOKEN)
-
     @property
-    def answer_tokens(self) -> int:
-        """The number of tokens that D may have to generate: the body's limit, else a default."""
-        for key in ("max_completion_tokens", "max_tokens"):
-            raw = self._bytes(key)
-            if raw.isdigit() and len(raw) < 10:
-                return int(raw)
-        return TOKENS_EXPECTED
-
-    @functools.cached_property
-    def prefix(self) -> bytes:
-        """The beginning of the prompt: equal for requests that can share cached blocks."""
-        return self._prompt()[:PREFIX_BYTES]
+    def is_for_d_alone(self) -> bool:
+        """Whether D has to compute this prompt itself, because of a parameter."""
+        return (
+            self._is_set("use_beam_search")
+            or self._is_set("prompt_logprobs")
+            or self._bytes("prompt_logprobs") == b"0"
+            or (self._is_set("echo") and self._bytes("logprobs") not in (b"", b"null"))
+            or self._bytes("truncate_prompt_tokens").strip(b'"').startswith(b"-")
+        )
 
     def remote_request_id(self, request_id: str) -> str:
         """vLLM's id of the request if it is sent with this X-Request-Id."""
@@ -169,9 +140,6 @@ class RequestBody:
         if not extra.keys().isdisjoint(_PARAMS):
             left = {key: value for key, value in extra.items() if key not in _PARAMS}
             self._fields[_EXTRA] = msgspec.Raw(_ENCODER.encode(left))
-
-    def _prompt(self) -> bytes:
-        return self._bytes("messages" if self.endpoint == "chat/completions" else "prompt")
 
     def _is_set(self, key: str) -> bool:
         return key in self._fields and self._bytes(key) not in _EMPTY

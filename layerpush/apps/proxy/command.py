@@ -23,9 +23,9 @@ def proxy(**options: Any) -> None:
     The proxy asks each P for its engine id and side channel, at the start and whenever P comes back. If P does not
     give them, the proxy logs the reason and asks D only after P has answered.
 
-    It serves /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics. If an engine fails before the
-    first token, the proxy sends the request to other engines. After SIGTERM it accepts no new connections and
-    finishes the requests that run.
+    It serves /v1/completions, /v1/chat/completions, /v1/models and /health. If P fails, D's request ends at once. If
+    an engine fails before the first token, the proxy sends the request to other engines. After SIGTERM it accepts no
+    new connections and finishes the requests that run.
 
     Exit status: 0 after SIGTERM or SIGINT, 1 if the port is not available, 2 for bad options or a missing
     package.
@@ -33,20 +33,14 @@ def proxy(**options: Any) -> None:
     settings = Settings(**options)
     require("proxy", "proxy")
 
-    from layerpush.apps.proxy.discovery import EnginesFileError, read_engines_file
     from layerpush.apps.proxy.server import serve
 
-    if settings.engines_file is not None:
-        try:
-            read_engines_file(settings.engines_file)
-        except EnginesFileError as error:
-            raise typer.BadParameter(str(error), param_hint="--engines-file") from None
     if not serve(settings):
         raise typer.Exit(1)
 
 
 def _declare_options() -> None:
-    """Give the command one option for each field of ``Settings``: ``queue_timeout_s`` is ``--queue-timeout-secs``."""
+    """Give the command one option for each field of ``Settings``: ``drain_timeout_s`` is ``--drain-timeout-secs``."""
     proxy.__annotations__ = get_type_hints(Settings, include_extras=True)
     parameters = inspect.signature(Settings).parameters.values()
     for each in parameters:

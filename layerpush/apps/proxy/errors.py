@@ -14,11 +14,11 @@ MESSAGE_CHARS = 500
 class ProxyError(Exception):
     """The proxy itself refuses a request or gives it up. ``status`` is the client's HTTP status."""
 
-    def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
+    def __init__(self, status: int, message: str, *, try_later: bool = False) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
-        self.retry_after_s = retry_after_s
+        self.headers = {"Retry-After": "1"} if try_later or status == 429 else {}
 
 
 def error_message(answer: bytes) -> str:
@@ -40,3 +40,8 @@ def error_body(status: int, message: str) -> bytes:
     if not kind.endswith("Error"):
         kind += "Error"
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
+
+
+def error_event(status: int, message: str) -> bytes:
+    """An error event and the end of the stream, in vLLM's format."""
+    return b"data: " + error_body(status, message) + b"\n\ndata: [DONE]\n\n"

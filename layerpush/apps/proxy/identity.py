@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,8 +11,8 @@ from layerpush.core.request_params import ParamsError, check_params
 TO_PREFILL: Mapping[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 """P's `kv_transfer_params`: compute the prompt, keep its blocks, push them to the D that registers."""
 
-_DATA_PARALLEL_RANK = re.compile(r"_dp\d+$")
-_LOOPBACK = ("localhost", "127.", "::1")
+LOOPBACK = ("localhost", "127.", "::1")
+"""Begins the address of a side channel that only engines on the same machine can reach."""
 
 
 def remote_request_id(request_id: str, *, is_chat: bool = False) -> str:
@@ -75,16 +74,6 @@ class Identity:
             "pp_size": self.pp_size,
             "dcp_size": self.dcp_size,
         }
-
-    @property
-    def is_one_of_several(self) -> bool:
-        """Whether the engine is a data-parallel rank: other ranks may answer at the same URL."""
-        return _DATA_PARALLEL_RANK.search(self.engine_id) is not None
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only engines on the same machine can reach its side channel."""
-        return self.host.startswith(_LOOPBACK)
 
     def __str__(self) -> str:
         return f"{self.engine_id} at {self.host}:{self.port}, tp_size {self.tp_size}, pp_size {self.pp_size}"

@@ -1,4 +1,4 @@
-"""Serves a client's request, from the end of its body to the last byte of its answer."""
+"""Serves a client's request, from the first byte of its body to the last byte of its answer."""
 
 from __future__ import annotations
 
@@ -6,186 +6,174 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from starlette.types import Receive, Send
+from aiohttp import web
 
-from layerpush.apps.proxy.body import RequestBody
-from layerpush.apps.proxy.client import Client
-from layerpush.apps.proxy.dispatch import Answer, Attempt, AttemptFailedError
-from layerpush.apps.proxy.errors import ProxyError
-from layerpush.apps.proxy.gate import Payload
-from layerpush.apps.proxy.instance import Instance, Role
+from layerpush.apps.proxy.attempt import Answer, Attempt, AttemptFailedError
+from layerpush.apps.proxy.body import BodyError, Endpoint, RequestBody
+from layerpush.apps.proxy.core import Proxy
+from layerpush.apps.proxy.engines import Engine, Role
+from layerpush.apps.proxy.errors import ProxyError, error_event
 from layerpush.apps.proxy.legs import LegFailedError, Stream, Whole
-
-if TYPE_CHECKING:
-    from layerpush.apps.proxy.core import Proxy
 
 logger = logging.getLogger("layerpush.proxy")
 
+ERROR_TIMEOUT_S = 5.0
+"""A client that does not read an error for so long gets none."""
+
 
 class Relay:
-    """The course of one request."""
+    """The course of one request. Its task is cancelled if the client leaves."""
 
-    def __init__(
-        self, proxy: Proxy, body: RequestBody, payload: Payload, headers: Mapping[str, str], began: float
-    ) -> None:
-        """``headers``: those for the engines. ``began``: the request's arrival, in seconds of the loop's clock."""
+    def __init__(self, proxy: Proxy, request: web.Request, endpoint: Endpoint, headers: Mapping[str, str]) -> None:
+        """``headers``: those for the engines."""
         self._proxy = proxy
-        self._body = body
-        self._payload = payload
+        self._settings = proxy.settings
+        self._request = request
+        self._endpoint: Endpoint = endpoint
         self._engine_headers = headers
-        self._began = began
-        self._avoid: set[Instance] = set()
-        self._spare: set[Instance] = set()
-        self._refused_by: set[tuple[Instance | None, Instance]] = set()
+        self._body_bytes = 0
+        self._stream: web.StreamResponse | None = None
+        self._is_between_events = False
+        self._avoid: set[Engine] = set()
+        self._spare: set[Engine] = set()
 
-    async def serve(self, receive: Receive, send: Send) -> None:
-        """Send the answer. It ends early if the client leaves."""
-        client = Client(send)
-        work = asyncio.create_task(self._serve(client))
-        gone = asyncio.create_task(_disconnected(receive))
-        outcome = "cancelled"
+    async def serve(self) -> web.StreamResponse:
+        """Returns the answer, as far as it is not sent yet. Raises ``ProxyError`` if there is none."""
+        limit_s = self._settings.request_timeout_s
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                outcome = "error"
-                outcome = work.result()
-        except asyncio.CancelledError:
-            work.cancel()  # the server's time for draining is over
-            await asyncio.gather(work, return_exceptions=True)
-            with contextlib.suppress(OSError):
-                await client.fail(503, "the proxy is shutting down")
-            raise
-        finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-            self._proxy.metrics.requests.labels(self._body.endpoint, outcome).inc()
-
-    async def _serve(self, client: Client) -> str:
-        """Serve the request. Returns its outcome, a label value of the metric."""
-        limit_s = self._proxy.settings.request_timeout_s
-        now = asyncio.get_running_loop().time
-        try:
-            async with asyncio.timeout_at(self._began + limit_s), self._proxy.gate.entered():
-                return await self._answer(client)
+            async with asyncio.timeout(limit_s):
+                body = RequestBody(self._endpoint, await self._read())
+                answer = await self._ask(body)
+                body.free()  # no other attempt follows, and a long answer must not hold a long prompt
+                self._free()
+                return await self._pass_on(answer)
+        except BodyError as error:
+            raise ProxyError(400, str(error)) from None
         except TimeoutError:
-            await client.fail(504, f"the request took more than {limit_s:g} s (--request-timeout-secs)")
-            return "timeout"
-        except ProxyError as error:
-            await client.fail(error.status, error.message, error.retry_after_s)
-            return "refused" if error.status == 429 else "error"
+            message = f"the request took more than {limit_s:g} s (--request-timeout-secs)"
+            return await self._fail(504, message)
         finally:
-            self._proxy.metrics.duration.labels(self._body.endpoint).observe(now() - self._began)
+            self._free()
 
-    async def _answer(self, client: Client) -> str:
+    async def _read(self) -> bytes:
+        limit_s = self._settings.upload_timeout_s
+        self._check_size(self._request.content_length or 0)
+        parts = bytearray()
+        try:
+            async with asyncio.timeout(limit_s):
+                while part := await self._request.content.readany():
+                    self._check_size(len(part))
+                    self._proxy.body_bytes += len(part)
+                    self._body_bytes += len(part)
+                    parts += part
+        except TimeoutError:
+            raise ProxyError(408, f"the body took more than {limit_s:g} s (--upload-timeout-secs)") from None
+        except web.RequestPayloadError as error:
+            raise ProxyError(400, f"the body is broken: {error}") from None
+        return bytes(parts)
+
+    def _check_size(self, size: int) -> None:
+        """Raises ``ProxyError`` if there is no room for so many bytes more."""
+        limit = self._settings.max_payload_size
+        if self._body_bytes + size > limit:
+            raise ProxyError(413, f"the body is larger than {limit} bytes (--max-payload-size)")
+        limit = self._settings.max_total_payload_size
+        if self._proxy.body_bytes + size > limit:
+            message = f"the bodies of all requests have more than {limit} bytes (--max-total-payload-size)"
+            raise ProxyError(429, f"{message}; try again later")
+
+    def _free(self) -> None:
+        """The body no longer counts."""
+        self._proxy.body_bytes -= self._body_bytes
+        self._body_bytes = 0
+
+    async def _ask(self, body: RequestBody) -> Answer:
+        """Ask pairs of engines until one answers. Raises ``ProxyError`` with the cause of the last failure."""
         failure: LegFailedError | None = None
-        for _ in range(1 + self._proxy.settings.retry_max_retries):
-            decode = await self._pick("decode", failure)
-            prefill = None if self._body.alone else await self._pick("prefill", failure)
-            if decode is None or (prefill is None and not self._body.alone):
+        refused_by: set[tuple[Engine | None, Engine]] = set()
+        for _ in range(1 + self._settings.retry_max_retries):
+            decode = self._pick("decode", failure)
+            prefill = None if body.is_for_d_alone else self._pick("prefill", failure)
+            if decode is None or (prefill is None and not body.is_for_d_alone) or (prefill, decode) in refused_by:
                 break
             if failure is not None:
-                if (prefill, decode) in self._refused_by:
-                    break
-                logger.warning(
-                    "another attempt, with %s", " and ".join(str(each) for each in (prefill, decode) if each)
-                )
-                self._proxy.metrics.retries.inc()
-            attempt = Attempt(self._body, self._engine_headers, prefill, decode, client.comment)
-            self._proxy.metrics.dispatches.labels(attempt.mode).inc()
-            with decode.working(self._body.prompt_tokens + self._body.answer_tokens):
+                engines = " and ".join(str(each) for each in (prefill, decode) if each)
+                logger.warning("another attempt, with %s", engines)
+                self._proxy.retries += 1
+            attempt = Attempt(
+                self._proxy.engines, self._proxy.introductions, body, self._engine_headers, prefill, decode
+            )
+            with decode.working():
                 try:
-                    answer = await self._proxy.dispatcher.send(attempt)
+                    return await attempt.send()
                 except AttemptFailedError as error:
                     failure = error.cause
-                    self._exclude(error)
-                    if error.cause.refused:
-                        self._refused_by.add((prefill, decode))
-                    continue
-                self._free_body()
-                waited_s = asyncio.get_running_loop().time() - self._began
-                self._proxy.metrics.first_token.labels(self._body.endpoint).observe(waited_s)
-                if answer.after_prefill_s is not None and (
-                    isinstance(answer.content, Stream) and answer.content.has_events
-                ):
-                    self._proxy.metrics.after_prefill.labels(self._body.endpoint).observe(answer.after_prefill_s)
-                return await self._pass_on(client, answer)
-        return await self._give_up(client, failure)
+                    self._note(failure)
+                    self._avoid |= error.avoid
+                    self._spare |= error.spare
+                    if failure.is_refused:
+                        refused_by.add((prefill, decode))
+        assert failure is not None
+        has_room_soon = failure.is_gone or failure.is_local
+        raise ProxyError(failure.status, failure.public, try_later=has_room_soon)
 
-    async def _pick(self, role: Role, failure: LegFailedError | None) -> Instance | None:
-        """An instance for the next attempt, else None. Raises ``ProxyError`` if there is none for the first attempt."""
-        fleet = self._proxy.fleet
-        chosen = fleet.pick(role, self._body, self._avoid | self._spare)
-        if chosen is None:
-            await self._proxy.monitor.check(each for each in fleet.doubtful(role) if each not in self._avoid)
-            chosen = fleet.pick(role, self._body, self._avoid)
+    def _pick(self, role: Role, failure: LegFailedError | None) -> Engine | None:
+        """An engine for the next attempt, else None. Raises ``ProxyError`` if there is none for the first attempt."""
+        chosen = self._proxy.fleet.pick(role, self._avoid, self._spare)
         if chosen is None and failure is None:
-            raise fleet.none_left(role)
+            raise self._proxy.fleet.none_left(role)
         return chosen
 
-    def _free_body(self) -> None:
-        """D has begun to answer, so no other attempt follows. A long answer must not hold a long prompt."""
-        self._body.free()
-        self._payload.free()
+    def _note(self, failure: LegFailedError) -> None:
+        logger.warning("%s", str(failure))  # a handler may keep the arguments
+        if failure.is_gone:
+            failure.engine.lost(str(failure))
 
-    def _exclude(self, error: AttemptFailedError) -> None:
-        """Exclude an engine that failed. If its connection was lost, it may still be asked when there is no other."""
-        cause = error.cause
-        self._proxy.metrics.leg_failed(cause)
-        self._proxy.monitor.heed(cause)
-        forgiven = {cause.instance} if cause.gone or cause.broken else set()
-        self._avoid |= error.avoid - forgiven
-        self._spare |= error.spare | forgiven
-        logger.warning("%s", cause)
-
-    async def _give_up(self, client: Client, failure: LegFailedError | None) -> str:
-        """Send the client the cause of the last failure."""
-        if failure is None:
-            raise AssertionError("no attempt was made, and none failed")
-        has_room_soon = failure.gone or failure.exhausted or failure.status == 429
-        await client.fail(failure.status, failure.public, 1 if has_room_soon else None)
-        return "error"
-
-    async def _pass_on(self, client: Client, answer: Answer) -> str:
-        finished = False
+    async def _pass_on(self, answer: Answer) -> web.StreamResponse:
+        content, is_finished = answer.content, False
         try:
-            if isinstance(answer.content, Whole):
-                await client.whole(answer.content)
-                finished = not answer.content.refuses
-                return "client_error" if answer.content.refuses else "ok"
-            await self._stream(client, answer.content)
-            finished = True
+            if isinstance(content, Whole):
+                is_finished = content.status == 200
+                return web.Response(status=content.status, headers=content.headers, body=content.body)
+            response = await self._pass_on_stream(content)
+            is_finished = True
+            return response
         except LegFailedError as failure:
-            self._proxy.metrics.leg_failed(failure)
-            self._proxy.monitor.heed(failure)
-            logger.warning("%s, in the middle of its answer", str(failure))  # a handler may keep the arguments
-            await client.fail(failure.status, failure.public)
-            return "error"
+            self._note(failure)
+            return await self._fail(failure.status, failure.public)
         finally:
-            self._release(answer, finished)
-        return "ok"
+            if answer.prefill is not None:  # D that has finished has all blocks, and P's leg may end by itself
+                if not is_finished:
+                    answer.prefill.cancel()
+                self._proxy.outlive(answer.prefill)
 
-    @staticmethod
-    async def _stream(client: Client, stream: Stream) -> None:
+    async def _pass_on_stream(self, stream: Stream) -> web.StreamResponse:
         try:
-            await client.start(200, stream.headers, has_events=stream.has_events)
-            async for events in stream:
-                await client.send(events)
-            await client.end()
+            response = self._stream = web.StreamResponse(headers=stream.headers)
+            await response.prepare(self._request)
+            async for data in stream:
+                await response.write(data)
+                self._is_between_events = stream.has_events and data.endswith((b"\n\n", b"\n\r\n"))
+            await response.write_eof()
+            return response
         finally:
             stream.close()
 
-    def _release(self, answer: Answer, finished: bool) -> None:
-        """Cancel P's leg unless D has finished: then D has all blocks, and P's leg may end by itself."""
-        if answer.prefill is None:
-            return
-        if not finished:
-            answer.prefill.cancel()
-        self._proxy.outlive(answer.prefill)
+    async def _fail(self, status: int, message: str) -> web.StreamResponse:
+        """Raises ``ProxyError`` if no answer has begun. Else the error is the last event, or the answer breaks off.
 
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        Its end must not look like the end of a whole answer.
+        """
+        response = self._stream
+        if response is None:
+            raise ProxyError(status, message)
+        if self._is_between_events:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                async with asyncio.timeout(ERROR_TIMEOUT_S):
+                    await response.write(error_event(status, message))
+                    await response.write_eof()
+                    return response
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        return response

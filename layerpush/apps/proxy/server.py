@@ -2,79 +2,91 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import resource
 import signal
-from types import FrameType
+from collections.abc import AsyncIterator
 
-import uvicorn
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from layerpush.apps.proxy.app import make_app
-from layerpush.apps.proxy.connection import Connection
 from layerpush.apps.proxy.core import Proxy
 from layerpush.apps.proxy.settings import Settings
 
 logger = logging.getLogger("layerpush.proxy")
 
-KEEP_ALIVE_S = 60
-OTHER_FILES = 200
+HEAD_TIMEOUT_S = 60.0
+"""aiohttp closes a connection on which no whole head arrives in this time, at its beginning or after an answer."""
+MAX_LINE_BYTES = 8190
+"""The request line and each header have at most so many bytes."""
+MAX_HEADERS = 128
+LINGERING_S = 1.0
+"""So long aiohttp reads on when it has refused a body, so that the client sees the answer."""
+POLL_S = 0.05
 
 
-class DrainingServer(uvicorn.Server):
-    """After SIGTERM or SIGINT it takes no new connections and finishes requests under way. A second SIGINT ends it."""
+@contextlib.asynccontextmanager
+async def serving(proxy: Proxy) -> AsyncIterator[None]:
+    """Serve while the block runs. Then take no more connections, and let the requests that run finish.
 
-    def __init__(self, proxy: Proxy) -> None:
-        super().__init__(
-            uvicorn.Config(
-                make_app(proxy),
-                host=proxy.settings.host,
-                port=proxy.settings.port,
-                log_level=proxy.settings.log_level,
-                access_log=False,
-                http=Connection,
-                ws="none",
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=proxy.settings.drain_timeout_s,
-            )
-        )
-        self._proxy = proxy
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self._proxy.draining:
-            self._proxy.draining = True
-            logger.info("draining: %d requests under way", self._proxy.gate.under_way)
-        super().handle_exit(sig, frame)
-
-
-def allow_connections(settings: Settings) -> None:
-    """Raise the soft limit of open files: each request has a connection to its client, to P and to D."""
-    wanted = 3 * settings.max_concurrent_requests + settings.queue_size + OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        if allowed < wanted:
-            logger.warning(
-                "%d open files are allowed, and %d may be needed: raise the limit (ulimit -n), or lower "
-                "--max-concurrent-requests",
-                allowed,
-                wanted,
-            )
+    Raises ``OSError`` if the port is not available.
+    """
+    runner = web.AppRunner(
+        make_app(proxy),
+        access_log=None,
+        auto_decompress=False,
+        handler_cancellation=True,
+        keepalive_timeout=HEAD_TIMEOUT_S,
+        lingering_time=LINGERING_S,
+        max_line_size=MAX_LINE_BYTES,
+        max_field_size=MAX_LINE_BYTES,
+        max_headers=MAX_HEADERS,
+        shutdown_timeout=0.1,
+    )
+    try:
+        await runner.setup()
+        site = web.TCPSite(runner, proxy.settings.host, proxy.settings.port, backlog=2048)
+        await site.start()
+        try:
+            yield
+        finally:
+            proxy.draining = True
+            logger.info("draining: %d requests under way", proxy.requests)
+            await site.stop()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(proxy.settings.drain_timeout_s):
+                    while proxy.requests:
+                        await asyncio.sleep(POLL_S)
+    finally:
+        await runner.cleanup()
 
 
 def serve(settings: Settings) -> bool:
     """Serve until SIGTERM or SIGINT. False if the server could not start."""
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(asctime)s %(message)s")
-    allow_connections(settings)
-    server = DrainingServer(Proxy(settings))
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, _ignore)  # uvicorn sends them again when it has drained
+    logging.getLogger("aiohttp.server").addFilter(_is_no_bad_head)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each request has three connections
     try:
-        server.run()
-    except SystemExit:
+        asyncio.run(_until_signal(settings))
+    except OSError as error:
+        logger.error("the proxy cannot listen: %s", error)
         return False
-    return server.started
+    return True
 
 
-def _ignore(*_: object) -> None:
-    """Ignore the signal: the server has stopped already, and that is no failure."""
+def _is_no_bad_head(record: logging.LogRecord) -> bool:
+    """aiohttp logs a traceback for each head that it refuses. Clients must not fill the log."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+async def _until_signal(settings: Settings) -> None:
+    stopped = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stopped.set)
+    async with serving(Proxy(settings)):
+        logger.info("listening at %s:%d", settings.host, settings.port)
+        await stopped.wait()

@@ -215,7 +215,7 @@ class Stub:
         raw = json.dumps(body, indent=1).encode()
         self.sent[seen.request_id] = raw
         return web.Response(
-            body=raw, content_type="application/json", headers={"X-Engine": self.engine_id + self.greeting}
+            body=raw, content_type="application/json", headers={"X-Request-Id": self.engine_id + self.greeting}
         )
 
     async def _stream(self, request: web.Request, seen: Seen, fault: Fault | None) -> web.StreamResponse:

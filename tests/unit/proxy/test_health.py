@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from layerpush.apps.proxy.instance import Instance
+from layerpush.apps.proxy.engines import Engine
 from layerpush.apps.proxy.introduction import Introductions
-from layerpush.apps.proxy.settings import Settings
 from tests.unit.proxy.world import asynchronous, until, world
 
 NOBODY: Any = None
@@ -79,38 +78,10 @@ async def test_the_model_list_is_ds() -> None:
         assert (await here.get("/v1/models")).status == 503
 
 
-@asynchronous
-async def test_metrics() -> None:
-    async with world() as here:
-        await here.post()
-        await here.post("/v1/chat/completions", stream=True)
-        assert await here.metric('layerpush_proxy_requests_total{endpoint="completions",outcome="ok"}') == 1
-        assert await here.metric('layerpush_proxy_requests_total{endpoint="chat/completions",outcome="ok"}') == 1
-        for name in ("time_to_first_token", "request_duration"):
-            assert await here.metric(f'layerpush_proxy_{name}_seconds_count{{endpoint="completions"}}') == 1
-        assert await here.metric("layerpush_proxy_engine_healthy") == 2
-        assert await here.metric("layerpush_proxy_engine_identity_known") == 1
-        assert await here.metric("layerpush_proxy_engine_outstanding_tokens") == 0
-        reply = await here.get("/metrics")
-        assert reply.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-
-
-@asynchronous
-async def test_policies_spread_requests() -> None:
-    async with world(prefills=3, decodes=2, policy="prefix_affinity", prefill_policy="round_robin") as here:
-        for _ in range(6):
-            await here.post()
-        assert [len(each.seen) for each in here.prefill] == [2, 2, 2]
-        assert sorted(len(each.seen) for each in here.decode) == [0, 6]
-
-
 def test_the_proxy_warns_of_a_remote_p_with_a_loopback_host(caplog: pytest.LogCaptureFixture) -> None:
     local = {"remote_engine_id": "p", "remote_host": "localhost", "remote_port": 5600, "tp_size": 1}
-    introductions = Introductions(NOBODY)
+    introductions = Introductions(NOBODY, NOBODY)
     for url, warned in (("http://127.0.0.1:8000", False), ("http://localhost:8000", False), ("http://p:8000", True)):
         caplog.clear()
-        introductions.learn(
-            Instance("prefill", url, Settings(prefill=[url], decode=["http://d"])),
-            msgspec.Raw(msgspec.json.encode(local)),
-        )
+        introductions.learn(Engine("prefill", url), msgspec.Raw(msgspec.json.encode(local)))
         assert ("VLLM_NIXL_SIDE_CHANNEL_HOST" in caplog.text) == warned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,7 +11,7 @@ import openai
 import pytest
 
 from tests.unit.proxy.stub import MODEL
-from tests.unit.proxy.world import World, asynchronous, world
+from tests.unit.proxy.world import World, asynchronous, until, world
 
 
 @contextlib.asynccontextmanager
@@ -54,7 +55,7 @@ async def test_chat() -> None:
 
 @asynchronous
 async def test_errors_have_the_clients_own_exception_types() -> None:
-    async with client_and_world(max_concurrent_requests=1, queue_size=0) as (client, here):
+    async with client_and_world(max_concurrent_requests=1) as (client, here):
         here.d.faults.append("400")
         with pytest.raises(openai.BadRequestError, match="d0 says 400"):
             await client.completions.create(model=MODEL, prompt="x")
@@ -64,9 +65,13 @@ async def test_errors_have_the_clients_own_exception_types() -> None:
         here.d.step = None
         here.d.faults.append("cut")
         stream = await client.completions.create(model=MODEL, prompt="x", stream=True)
-        with pytest.raises(openai.APIError, match="the decode engine broke the connection"):
+        with pytest.raises(openai.APIConnectionError):
             async for _ in stream:
                 pass
-        async with here.proxy.gate.entered():
-            with pytest.raises(openai.RateLimitError, match="--max-concurrent-requests"):
-                await client.completions.create(model=MODEL, prompt="x")
+        here.d.hold = asyncio.Event()
+        first = asyncio.create_task(client.completions.create(model=MODEL, prompt="x"))
+        await until(lambda: here.d.active, "the first is under way")
+        with pytest.raises(openai.RateLimitError, match="--max-concurrent-requests"):
+            await client.completions.create(model=MODEL, prompt="x")
+        here.d.hold.set()
+        await first

@@ -1,92 +1,53 @@
-"""The pure parts: policies, bodies, events, identities, settings."""
+"""The parts without sockets: engines, bodies, events, identities, settings."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import typer
-from hypothesis import given
-from hypothesis import strategies as st
 
-from layerpush.apps.proxy import sse
 from layerpush.apps.proxy.body import MAX_KEYS, BodyError, RequestBody
-from layerpush.apps.proxy.errors import error_body, error_message
+from layerpush.apps.proxy.engines import FAILED_CHECKS, Engine, Fleet
+from layerpush.apps.proxy.errors import error_body, error_event, error_message
 from layerpush.apps.proxy.identity import Identity, IdentityError
-from layerpush.apps.proxy.instance import Instance
-from layerpush.apps.proxy.policy import (
-    FAIR_SHARE,
-    SLACK_TOKENS,
-    Policy,
-    choose,
-    least_outstanding_tokens,
-    prefix_affinity,
-    round_robin,
-)
-from layerpush.apps.proxy.settings import Settings, engine_url
-from layerpush.apps.proxy.sse import BOUNDARIES, EventBuffer, EventTooLargeError, error_event, failure_in, has_data
+from layerpush.apps.proxy.legs import LegFailedError, _check_first
+from layerpush.apps.proxy.settings import Policy, Settings, engine_url
 
 PARAMS = {"remote_engine_id": "p", "remote_host": "h", "remote_port": 5600, "tp_size": 2, "pp_size": 3}
 
 
-@dataclass
-class Engine:
-    url: str
-    outstanding_tokens: int = 0
+class TestEngines:
+    def fleet(self, policy: Policy, *requests: int) -> Fleet:
+        urls = [f"http://{index}.example" for index in range(len(requests))]
+        fleet = Fleet(Settings(prefill=["http://p"], decode=urls, policy=policy))
+        for engine, count in zip(list(fleet)[1:], requests, strict=True):
+            engine.requests, engine.healthy = count, True
+        return fleet
 
+    def order(self, fleet: Fleet, turns: int) -> list[int]:
+        decodes = list(fleet)[1:]
+        return [decodes.index(chosen) for _ in range(turns) if (chosen := fleet.pick("decode", (), ()))]
 
-def engines(*tokens: int) -> list[Engine]:
-    return [Engine(f"http://{index}", each) for index, each in enumerate(tokens)]
-
-
-class TestPolicies:
     def test_round_robin_visits_all_in_turn(self) -> None:
-        assert [round_robin(engines(9, 0, 5), turn) for turn in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+        assert self.order(self.fleet("round_robin", 9, 0, 5), 7) == [0, 1, 2, 0, 1, 2, 0]
 
-    def test_least_outstanding_tokens(self) -> None:
-        assert least_outstanding_tokens(engines(30, 10, 20), 0) == 1
+    def test_the_least_loaded_is_chosen_and_equals_take_turns(self) -> None:
+        assert self.order(self.fleet("least_loaded", 30, 10, 20), 2) == [1, 1]
+        assert self.order(self.fleet("least_loaded", 5, 9, 5), 3) == [0, 2, 2]
 
-    def test_equally_loaded_engines_take_turns(self) -> None:
-        assert [least_outstanding_tokens(engines(5, 9, 5), turn) for turn in range(3)] == [0, 2, 2]
-
-    @given(st.binary(), st.integers(0, 100), st.integers(0, 100))
-    def test_equal_prefixes_go_to_the_same_engine(self, prefix: bytes, turn: int, other: int) -> None:
-        assert prefix_affinity(engines(0, 0, 0), turn, prefix) == prefix_affinity(engines(7, 3, 9), other, prefix)
-
-    def test_prefixes_spread(self) -> None:
-        counts = [0, 0, 0, 0]
-        for index in range(1000):
-            counts[prefix_affinity(engines(0, 0, 0, 0), 0, f"prompt {index}".encode())] += 1
-        assert min(counts) > 150
-
-    @given(st.binary(), st.integers(0, 2))
-    def test_a_removed_engine_moves_only_its_own_prefixes(self, prefix: bytes, gone: int) -> None:
-        every = engines(0, 0, 0)
-        left = [each for index, each in enumerate(every) if index != gone]
-        chosen = every[prefix_affinity(every, 0, prefix)]
-        if chosen in left:
-            assert left[prefix_affinity(left, 0, prefix)] == chosen
-
-    def test_affinity_gives_way_to_load(self) -> None:
-        first = prefix_affinity(engines(0, 0), 0, b"x")
-        tokens = [0, 0]
-        tokens[first] = int(SLACK_TOKENS / (1 - FAIR_SHARE / 2))
-        assert prefix_affinity(engines(*tokens), 0, b"x") == first
-        tokens[first] += 10
-        assert prefix_affinity(engines(*tokens), 0, b"x") == 1 - first
-
-    @given(
-        st.sampled_from(get_args(Policy)),
-        st.lists(st.integers(0, 10**6), min_size=1),
-        st.integers(0, 10**6),
-        st.binary(),
-    )
-    def test_every_policy_chooses_a_candidate(
-        self, policy: Policy, tokens: list[int], turn: int, prefix: bytes
-    ) -> None:
-        assert 0 <= choose(policy, engines(*tokens), turn, prefix) < len(tokens)
+    def test_a_spare_engine_is_chosen_only_if_there_is_no_other(self) -> None:
+        fleet = self.fleet("least_loaded", 0, 9)
+        _, first, second = fleet
+        assert fleet.pick("decode", (), (first,)) is second
+        assert fleet.pick("decode", (second,), (first,)) is first
+        assert fleet.pick("decode", (first, second), ()) is None
+        second.lost("gone")
+        assert fleet.pick("decode", (first,), ()) is second
+        second.failed("gone", is_gone=True)
+        assert fleet.pick("decode", (first,), ()) is None
 
 
 class TestBodies:
@@ -145,7 +106,7 @@ class TestBodies:
         ],
     )
     def test_fields_that_make_d_compute_the_prompt(self, fields: dict[str, Any], reason: str | None) -> None:
-        assert self.body(prompt="x", **fields).alone == reason
+        assert self.body(prompt="x", **fields).is_for_d_alone == (reason is not None)
 
     @pytest.mark.parametrize(
         ("value", "streams"),
@@ -195,77 +156,32 @@ class TestBodies:
             with pytest.raises(BodyError, match="UTF-8"):
                 RequestBody("completions", b'{"prompt":"a","vllm_xargs":{"' + key + b'":1}}')
 
-    def test_prompt_and_answer_tokens_are_estimated(self) -> None:
-        assert self.body(prompt=[1, 2, 3]).prompt_tokens == 3
-        assert self.body(prompt=[[1, 2], [3, 4]]).prompt_tokens == 4
-        assert self.body(prompt="x" * 398).prompt_tokens == 100
-        assert self.body("chat/completions", messages=[{"role": "user", "content": "x" * 400}]).prompt_tokens > 100
-        assert self.body().prompt_tokens == 1
-        assert self.body(max_tokens=7).answer_tokens == 7
-        assert self.body(max_tokens=7, max_completion_tokens=8).answer_tokens == 8
-        assert self.body(max_tokens=-1).answer_tokens == self.body(max_tokens=None).answer_tokens > 0
-
-    def test_the_prefix_depends_only_on_the_prompt(self) -> None:
-        assert self.body(seed=1, prompt="abc").prefix == self.body(seed=2, prompt="abc").prefix == b'"abc"'
-
 
 class TestEvents:
-    @given(st.lists(st.sampled_from([b"data: x\n\n", b"data", b"\n", b"\r\n", b": c\n\n", b"\xc3", b""])))
-    def test_the_output_has_all_bytes_and_only_whole_events(self, pieces: list[bytes]) -> None:
-        buffer = EventBuffer()
-        out = [buffer.add(piece) for piece in pieces]
-        assert b"".join(out) + buffer.rest() == b"".join(pieces)
-        assert all(each.endswith(BOUNDARIES) for each in out if each)
-        assert buffer.rest() == b""
-
-    def test_a_whole_event_is_passed_on_at_once(self) -> None:
-        buffer = EventBuffer()
-        assert buffer.add(b"data: 1\n") == b""
-        assert buffer.add(b"\nda") == b"data: 1\n\n"
-        assert buffer.add(b"ta: 2\n\n") == b"data: 2\n\n"
-
-    def test_lines_may_end_in_carriage_return_and_newline(self) -> None:
-        buffer = EventBuffer()
-        pieces = [b"data: 1\r", b"\n\r", b"\ndata: 2\r\n", b"\r\ndata"]
-        assert [buffer.add(piece) for piece in pieces] == [b"", b"", b"data: 1\r\n\r\n", b"data: 2\r\n\r\n"]
-        assert buffer.rest() == b"data"
-
-    def test_an_event_has_a_largest_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 10)
-        buffer = EventBuffer()
-        assert buffer.add(b"data: 1234") == b""
-        assert buffer.add(b"\n\ndata: 1234") == b"data: 1234\n\n"
-        with pytest.raises(EventTooLargeError, match="sent an event of more than 10 bytes"):
-            buffer.add(b"5")
-
     @pytest.mark.parametrize(
-        ("events", "found"),
+        ("events", "code"),
         [
             (b'data: {"error": {"code": 400}}\n\n', None),
-            (b'data: {"error": {"code": 429}}\n\n', (0, 429)),
-            (b'data: {"error": {"code": 503}}\n\n', (0, 503)),
-            (b': c\n\ndata:{"error": {"code": "x"}}\n\n', (5, 500)),
-            (b'data: {"error": 5}\n\n', (0, 500)),
-            (b'data: {"error": {', (0, 500)),
-            (b'data: {"error"' + b":[" * 100_000, (0, 500)),
-            (b'data: {"choices": []}\r\n\r\ndata: {"error": {"code": 500}}\n\n', (25, 500)),
+            (b'data: {"error": {"code": 429}}\n\n', 429),
+            (b'data: {"error": {"code": 503}}\n\n', 503),
+            (b': c\n\ndata:{"error": {"code": "x"}}\n\n', 500),
+            (b'data: {"error": 5}\n\n', 500),
+            (b'data: {"error"' + b":[" * 100_000 + b"\n\n", 500),
+            (b'data: {"choices": []}\r\n\r\ndata: {"error": {"code": 500}}\n\n', None),
             (b'data: {"choices": [{"text": "data: {\\"error\\": {\\"code\\": 500}}"}]}\n\n', None),
-            (b'data: {"choices": [{"error": 1, "x": {"error": 500}}]}\n\n', None),
             (b"data: [DONE]\n\n", None),
-            (b': {"error": 5}\n\n', None),
+            (b': {"error": 5}\n\ndata: 1\n\n', None),
         ],
     )
-    def test_the_place_of_an_engines_failure(self, events: bytes, found: tuple[int, int] | None) -> None:
-        assert failure_in(events) == found
-
-    def test_comments_are_no_data(self) -> None:
-        assert not has_data(b": data:\n\n: x\n\n")
-        assert has_data(b": x\n\ndata: 1\n\n")
-        assert has_data(b"data: 1\n\n")
+    def test_a_stream_may_begin_with_an_engines_failure(self, events: bytes, code: int | None) -> None:
+        if code is None:
+            _check_first(Engine("decode", "http://d"), events)
+            return
+        with pytest.raises(LegFailedError, match=f"failed with code {code}"):
+            _check_first(Engine("decode", "http://d"), events)
 
     def test_an_error_event_can_be_read_back(self) -> None:
         event = error_event(504, 'late "x"')
-        assert failure_in(event) == (0, 504)
         assert event.endswith(b"\n\ndata: [DONE]\n\n")
         assert error_message(event) == error_message(error_body(504, 'late "x"')) == 'late "x"'
 
@@ -323,76 +239,26 @@ class TestSettings:
         with pytest.raises(typer.BadParameter, match="write"):
             engine_url(url)
 
-    def test_identities(self) -> None:
-        given = [f"http://p/={json.dumps(PARAMS)}"]
-        settings = Settings(prefill=["http://p"], decode=["http://d"], prefill_identity=given)
-        assert settings.identities == {"http://p": Identity("p", "h", 5600, 2, 3)}
-
-    @pytest.mark.parametrize(
-        ("values", "message"),
-        [
-            (["x"], "write URL=JSON"),
-            (["http://q={}"], "no --prefill has this URL; they are http://p"),
-            (["http://p={"], "not a JSON object"),
-            (["http://p={}"], "remote_engine_id"),
-            ([f"http://p={json.dumps(PARAMS)}"] * 2, "http://p is given twice"),
-        ],
-    )
-    def test_bad_identities(self, values: list[str], message: str) -> None:
-        with pytest.raises(typer.BadParameter, match=message):
-            Settings(prefill=["http://p"], decode=["http://d"], prefill_identity=values)
-
 
 class TestHealth:
-    def instance(self, *identity: str) -> Instance:
-        settings = Settings(
-            prefill=["http://p"],
-            decode=["http://d"],
-            prefill_identity=list(identity),
-            health_failure_threshold=2,
-            health_success_threshold=2,
-        )
-        return Instance("prefill", "http://p", settings)
+    def test_several_failed_checks_take_an_engine_out_of_service_and_one_brings_it_back(self) -> None:
+        engine = Engine("prefill", "http://p")
+        assert not engine.healthy
+        engine.passed()
+        for _ in range(FAILED_CHECKS - 1):
+            engine.failed("x", is_gone=False)
+        assert engine.healthy
+        engine.failed("y", is_gone=False)
+        assert (engine.healthy, engine.problem) == (False, "y")
+        engine.passed()
+        assert engine.healthy
 
-    def test_one_check_is_enough_at_the_start(self) -> None:
-        instance = self.instance()
-        assert not instance.healthy
-        instance.passed()
-        assert instance.healthy
-
-    def test_thresholds(self) -> None:
-        instance = self.instance()
-        instance.passed()
-        instance.failed("x")
-        instance.passed()
-        instance.failed("y")
-        assert instance.healthy
-        instance.failed("z")
-        assert (instance.healthy, instance.problem) == (False, "z")
-        instance.passed()
-        instance.failed("again")
-        instance.passed()
-        assert not instance.healthy
-        instance.passed()
-        assert instance.healthy
-
-    def test_a_lost_connection_counts_at_once_and_one_check_repairs_it(self) -> None:
-        instance = self.instance()
-        instance.passed()
-        instance.lost("gone")
-        assert not instance.healthy
-        instance.passed()
-        assert instance.healthy
-
-    def test_an_identity_ends_with_its_process(self) -> None:
-        instance = self.instance()
-        instance.identity = Identity("p", "h", 1, 1)
-        instance.failed("slow")
-        assert instance.identity is not None
-        instance.lost("gone")
-        assert instance.identity is None
-
-    def test_a_given_identity_outlives_the_process(self) -> None:
-        instance = self.instance(f"http://p={json.dumps(PARAMS)}")
-        instance.lost("gone")
-        assert instance.identity is not None
+    @pytest.mark.parametrize("end", [lambda each: each.lost("gone"), lambda each: each.failed("gone", is_gone=True)])
+    def test_an_identity_ends_with_its_process(self, end: Callable[[Engine], None]) -> None:
+        engine = Engine("prefill", "http://p")
+        engine.passed()
+        engine.identity = Identity("p", "h", 1, 1)
+        engine.failed("slow", is_gone=False)
+        assert engine.identity is not None
+        end(engine)
+        assert (engine.healthy, engine.identity, engine.is_asked) == (False, None, False)

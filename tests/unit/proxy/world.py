@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -16,13 +15,12 @@ import aiohttp
 from multidict import CIMultiDictProxy
 
 from layerpush.apps.proxy.core import Proxy
-from layerpush.apps.proxy.discovery import Source
-from layerpush.apps.proxy.server import DrainingServer
+from layerpush.apps.proxy.server import serving
 from layerpush.apps.proxy.settings import Settings
 from tests.unit.proxy.stub import MODEL, Network, Stub, running
 
 DEADLINE_S = 30.0
-SOON: dict[str, Any] = {"health_check_interval_s": 0.05, "health_check_timeout_s": 2.0}
+SOON: dict[str, Any] = {"health_check_interval_s": 0.05}
 
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -97,11 +95,6 @@ class World:
     async def ready(self) -> None:
         await until(lambda: all(instance.healthy for instance in self.proxy.fleet), "all engines healthy")
 
-    async def metric(self, line_start: str) -> float:
-        """The sum of all samples that begin with ``line_start``."""
-        text = (await self.get("/metrics")).body.decode()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(line_start))
-
 
 @contextlib.asynccontextmanager
 async def world(
@@ -111,14 +104,11 @@ async def world(
     p0: Mapping[str, Any] = MappingProxyType({}),
     d0: Mapping[str, Any] = MappingProxyType({}),
     wait: bool = True,
-    identity: dict[str, Any] | None = None,
-    listed: Callable[[list[Stub], list[Stub]], Source] | None = None,
     **settings: Any,
 ) -> AsyncIterator[World]:
     """Engines p0, p1, ... and d0, d1, ..., and a proxy before them, ready if ``wait``.
 
-    ``p0`` and ``d0``: attributes of these stubs. ``identity``: p0's, as the operator gives it. ``listed``: makes the
-    source that lists the engines.
+    ``p0`` and ``d0``: attributes of these stubs.
     """
     network = Network()
     prefill = [Stub(network, "prefill", f"p{index}") for index in range(prefills)]
@@ -128,21 +118,12 @@ async def world(
             setattr(stub, name, value)
     async with running(*prefill, *decode):
         port = free_port()
-        own: dict[str, Any] = {"port": port, "drain_timeout_s": 2, "log_level": "warning"}
+        own: dict[str, Any] = {"port": port, "drain_timeout_s": 2.0, "log_level": "warning"}
         urls = {"prefill": [stub.url for stub in prefill], "decode": [stub.url for stub in decode]}
-        if identity is not None:
-            own["prefill_identity"] = [f"{prefill[0].url}={json.dumps(identity)}"]
-        proxy = Proxy(Settings(**urls, **own, **SOON | settings), listed(prefill, decode) if listed else None)
-        server = DrainingServer(proxy)
-        serving = asyncio.create_task(server.serve())
+        proxy = Proxy(Settings(**urls, **own, **SOON | settings))
         here = World(network, prefill, decode, f"http://127.0.0.1:{port}", proxy)
-        try:
-            await until(lambda: server.started or serving.done(), "the proxy serves")
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-                here.session = session
-                if wait:
-                    await here.ready()
-                yield here
-        finally:
-            server.should_exit = True
-            await serving
+        async with serving(proxy), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            here.session = session
+            if wait:
+                await here.ready()
+            yield here
