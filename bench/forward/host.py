@@ -12,6 +12,7 @@ from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.telemetry.trace_records import WriteSums
 from layerpush.transport.base import Transport
 from layerpush.transport.link import Link
+from layerpush.transport.link_speed import LinkSpeed
 from layerpush.transport.writes import Transfer, Writes
 
 
@@ -62,7 +63,7 @@ class PairHost:
         part = Segment(every, 0, 0, len(targets), tuple(sources), targets)
         whole = Write(WHOLE.id, 0, 0, len(targets) * sum(layout.layer_bytes), (part,))
         self._delegated[push.request_id] = registration
-        for transfer in self._writes.post(whole, self._reach.link):
+        for transfer in self._writes.post(whole, self._reach.link, LinkSpeed()):
             push.adopt(transfer, DECODE, registration.request_id)
 
     def report_failure(self, report: ReportFailure) -> None:

@@ -8,7 +8,7 @@ from bench.forward.end import Cache, End
 from bench.forward.orders import Introduction
 from layerpush.transport.base import Route
 from layerpush.transport.link import Link
-from layerpush.transport.packing.cost_model import Costs
+from layerpush.transport.packing.cost import CopyCost
 from layerpush.transport.packing.packer import Packer
 from layerpush.transport.packing.strategy import PackingStrategy
 from layerpush.transport.packing.tensor_memory import TensorStaging
@@ -44,9 +44,8 @@ class Reach:
         self.link = Link(DECODE, routes, layout.region_blocks, share=1 / ranks, gathered=gathered)
         self._staging = TensorStaging(layout, self.cache.slots, end.ring)
         packer = Packer(end.transport, layout, self._staging, block_bytes)
-        copy_s, byte_s = self._staging.copy_costs()
-        costs = Costs(gather_s=byte_s, copy_s=copy_s)
-        self.strategy = None if packing == "off" else PackingStrategy(packer, packing, costs)
+        copies = CopyCost(*self._staging.copy_costs())
+        self.strategy = None if packing == "off" else PackingStrategy(packer, packing, copies)
 
     @property
     def ring_is_free(self) -> bool:

@@ -33,7 +33,6 @@ from layerpush.core.push_policy import LATE_REGISTRATION
 from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
 from layerpush.core.write import WHOLE, MismatchError
-from layerpush.prefill.link_speed import LinkSpeed
 from layerpush.prefill.push_protocol import (
     Action,
     CancelledByD,
@@ -64,6 +63,7 @@ from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import ChunkRecord, PushRecord, WriteSums
 from layerpush.transport.base import PeerLostError, Transport, TransportError, WriteState
 from layerpush.transport.link import Link
+from layerpush.transport.link_speed import LinkSpeed
 from layerpush.transport.writes import Transfer, Writes
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -275,7 +275,11 @@ class Push:
                 transfer.halt()
             error: TransportError | None = None
             try:
-                if transfer.poll() is WriteState.PENDING:
+                state = transfer.poll()
+                if transfer.needs_polling and self._link is not None:  # its copies may have ended just now
+                    speed = self._shared.link_speed(self._link.engine_id)
+                    speed.posted_at((self.request_id, transfer.write), transfer.on_wire_at)
+                if state is WriteState.PENDING:
                     continue
             except TransportError as failure:
                 error = failure
@@ -316,15 +320,18 @@ class Push:
 
     def _post(self, action: Post) -> None:
         assert self._link is not None
-        write = action.write
-        key = (self.request_id, write.id)
-        self._shared.link_speed(self._link.engine_id).posted(key, write.size, time.perf_counter())
+        write, speed, posted = action.write, self._shared.link_speed(self._link.engine_id), list[Transfer]()
         try:
-            for transfer in self._shared.writes.post(write, self._link):
+            for transfer in self._shared.writes.post(write, self._link, speed):
+                posted.append(transfer)
                 self._on_the_wire(transfer)
         except Exception as error:  # noqa: BLE001  after any error the session must know that this WRITE is lost
             self._note_loss(write.id, f"a WRITE could not be posted: {error}", isinstance(error, PeerLostError))
             self._shared.meter.lost()
+        if posted:
+            descriptors = sum(transfer.record.runs or 0 for transfer in posted)
+            at = min(transfer.on_wire_at for transfer in posted)
+            speed.posted((self.request_id, write.id), write.size, at, descriptors)
         self._end_write(write.id, seen=time.perf_counter())
 
     def _notify(self, action: Notify) -> None:

@@ -14,10 +14,10 @@ from collections.abc import Iterable
 
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.prefill.layer_interval import LayerInterval
-from layerpush.prefill.link_speed import LinkSpeed
 from layerpush.prefill.push import Push
 from layerpush.prefill.push_protocol import State
 from layerpush.prefill.write_schedule import SAFETY, Progress, Speeds, layers_to_wait
+from layerpush.transport.link_speed import LinkSpeed
 
 LINKS_KEPT = 256
 LINKS_BYTES = 1 << 20

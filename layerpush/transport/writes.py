@@ -33,6 +33,7 @@ from layerpush.core.write import WHOLE, Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import Transport, TransportError, WriteHandle, WriteState
 from layerpush.transport.link import DirectPlanner, Link
+from layerpush.transport.link_speed import LinkSpeed
 
 if TYPE_CHECKING:
     from layerpush.transport.packing.strategy import PackingStrategy
@@ -53,6 +54,11 @@ class Transfer:
     write: int = WHOLE.id
     halted: bool = False
     """Whether ``halt`` came in time: its end is no failure then."""
+
+    @property
+    def on_wire_at(self) -> float:
+        """When it was posted, in seconds; the expected time while its blocks are copied."""
+        return self.record.t_post
 
     def poll(self) -> WriteState:
         """Make progress. Raises ``TransportError`` with the reason when it has failed."""
@@ -81,8 +87,9 @@ class Writes:
         """Whether ended WRITEs wait for another try to release them."""
         return bool(self._unreleased)
 
-    def post(self, write: Write, link: Link) -> Iterator[Transfer]:
+    def post(self, write: Write, link: Link, speed: LinkSpeed) -> Iterator[Transfer]:
         """Post ``write`` to one rank of ``link`` after the other; a WRITE that moves no blocks is posted to none.
+        ``speed`` is the link's: the strategy chooses by it.
 
         After an exception nothing of the transfer whose turn it was is on the wire. Raises ``LookupError`` for a block
         that one side does not have, ``TransportError``, or another error.
@@ -92,7 +99,7 @@ class Writes:
             record = _record(write, route.remote_rank, len(local), int(write.size * link.share))
             transfer: Transfer | None = None
             if self._strategy is not None and link.gathered is not None:
-                transfer = self._strategy.begin(write, link.gathered, (local, remote), record)
+                transfer = self._strategy.begin(write, link.gathered, (local, remote), record, speed)
             if transfer is None:
                 handle = self._transport.post_write(route, local, remote)
                 record.t_posted = time.perf_counter()

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from layerpush.prefill.link_speed import LinkSpeed
 from layerpush.prefill.write_schedule import SAFETY, Progress, Speeds, layers_to_wait
+from layerpush.transport.link_speed import LinkSpeed
 
 Rule = Callable[[Speeds, Progress], int]
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from layerpush.core.layout import BlockIds
 from layerpush.transport.base import Route
-from layerpush.transport.packing.cost_model import Costs
+from layerpush.transport.packing.cost import CopyCost
 from layerpush.transport.packing.memory import Copy
 from layerpush.transport.packing.packer import Packer, Stage, StagedWrite
 from layerpush.transport.packing.strategy import PackingStrategy
@@ -48,7 +48,7 @@ class PackingRig(Rig):
         self.staging = FallibleStaging(self.layout, self.p_memory, self._ring_bytes)
         self.p.describe("blocks", self.staging.memory, range(0, self._ring_bytes, BLOCK_BYTES), BLOCK_BYTES)
         packer = Packer(self.p, self.layout, self.staging, BLOCK_BYTES)
-        self.strategy = PackingStrategy(packer, self._packing, Costs())
+        self.strategy = PackingStrategy(packer, self._packing, CopyCost(1e-9, 0.0))
         return self.strategy
 
     def decoder(self, name: str = "D", ranks: int = 1) -> Decoder:

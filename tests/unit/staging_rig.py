@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from layerpush.core.layout import BlockIds, CacheLayout
+from layerpush.transport.packing.memory import slots_of
 from layerpush.transport.packing.ring import Ring
-from layerpush.transport.packing.runs import slots_of
 from tests.support.fake_transport import Bytes
 
 

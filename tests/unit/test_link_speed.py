@@ -6,9 +6,10 @@ import math
 
 import pytest
 
-from layerpush.prefill.link_speed import GROWTH, KEPT, LinkSpeed
+from layerpush.transport.link_speed import FIRST_TRIAL, GROWTH, KEPT, TRIAL_EVERY, LinkSpeed, Terms
 
 WRITE_S, BYTE_S = 2e-4, 1e-9
+TERMS = Terms(WRITE_S, BYTE_S, 3e-6)
 
 
 def seconds(size: int) -> float:
@@ -143,3 +144,82 @@ def test_the_size_limit_is_a_multiple_of_the_largest_recent_write() -> None:
     speed.posted("lost", 10_000, 9.0)
     speed.ended("lost", 9.5, landed=False)
     assert speed.proven_bytes == pytest.approx(GROWTH * KEPT**2 * 1000)
+
+
+def run(speed: LinkSpeed, *writes: tuple[int, int]) -> None:
+    """WRITEs of ``(size, descriptors)``, one behind the other, each exactly as long as ``TERMS`` say."""
+    at = max(speed.last_landed, 0.0)
+    for number, (size, descriptors) in enumerate(writes):
+        speed.posted(number, size, at, descriptors)
+        at += seconds(size) + descriptors * TERMS.descriptor_s
+        speed.ended(number, at, landed=True)
+
+
+def test_the_estimate_has_a_term_for_descriptors() -> None:
+    speed = LinkSpeed()
+    run(speed, (1 << 20, 128), (2 << 20, 256), (5 << 20, 640), (1 << 20, 2), (3 << 20, 6))
+    assert speed.terms == pytest.approx(TERMS, rel=1e-6)
+    assert speed.estimate(8 << 20, 16) == pytest.approx(seconds(8 << 20) + 16 * 3e-6)
+
+
+def test_the_line_has_the_recent_number_of_descriptors_per_byte() -> None:
+    """The schedule knows the bytes of layers that are still to come, and not their descriptors."""
+    speed = LinkSpeed()
+    run(speed, (2 << 20, 4), *[(size << 20, 128 * size) for size in (1, 2, 5)] * 20)
+    write_s, byte_s = speed.line
+    assert speed.terms.descriptor_s > 0
+    assert write_s + (3 << 20) * byte_s == pytest.approx(seconds(3 << 20) + 3 * 128 * 3e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 5)], ids=["one size", "several sizes"])
+def test_one_write_with_few_descriptors_shows_their_time_for_long(sizes: tuple[int, ...]) -> None:
+    """WRITEs with as many descriptors per byte as ever determine no term of their own."""
+    speed = LinkSpeed()
+    many = [(size << 20, 128 * size) for size in sizes] * 4
+    run(speed, *many)
+    assert speed.terms.descriptor_s == 0
+    run(speed, (1 << 20, 2))
+    assert speed.terms.descriptor_s == pytest.approx(3e-6)
+    run(speed, *many * 20)
+    assert speed.terms.descriptor_s == pytest.approx(3e-6)
+    assert speed.estimate(1 << 20, 2) == pytest.approx(seconds(1 << 20) + 2 * 3e-6, rel=0.01)
+
+
+def test_a_change_of_the_plan_is_no_slow_link() -> None:
+    speed = LinkSpeed()
+    run(speed, *[(1 << 20, 128), (2 << 20, 4)] * 20)
+    run(speed, *[(1 << 20, 2)] * 20)
+    speed.posted("many", 1 << 20, 100.0, 128)
+    due = seconds(1 << 20) + 128 * 3e-6
+    assert speed.busy_s(100.0, 1.0) == pytest.approx(due, rel=0.01)
+    assert speed.next_poll(100.0) == pytest.approx(100.0 + due / 2, rel=1e-6)
+    speed.ended("many", 100.0 + due, landed=True)
+    assert speed.slowdown(101.0) == pytest.approx(1.0, abs=0.01)
+
+
+def test_no_term_is_negative() -> None:
+    """WRITEs with few descriptors took longer, and small ones longer than large ones."""
+    speed = LinkSpeed()
+    for number, (size, descriptors, took) in enumerate([(100, 1, 5.0), (100, 50, 1.0), (10, 1, 9.0), (1000, 2, 0.1)]):
+        speed.posted(number, size, 10.0 * number, descriptors)
+        speed.ended(number, 10.0 * number + took, landed=True)
+        assert min(speed.terms) >= 0
+        assert speed.estimate(100, 10) > 0
+
+
+def test_a_write_whose_blocks_are_copied_first_is_timed_from_the_wire_on() -> None:
+    speed = learned()
+    speed.posted("expected", 1 << 20, 1.5)
+    assert speed.busy_s(1.0, 1.0) == pytest.approx(0.5 + seconds(1 << 20))
+    assert speed.slowdown(1.4) == pytest.approx(1.0), "it is still copied"
+    speed.posted_at("expected", 7.0)
+    speed.ended("expected", 7.0 + seconds(1 << 20), landed=True)
+    assert speed.slowdown(8.0) == pytest.approx(1.0)
+    speed.posted_at("unknown", 9.0)
+    assert speed.busy_s(8.0, 1.0) == 0
+
+
+def test_one_in_64_writes_is_a_trial() -> None:
+    speed = LinkSpeed()
+    trials = [number for number in range(1, 300) if speed.is_trial()]
+    assert trials == list(range(FIRST_TRIAL, 300, TRIAL_EVERY))

@@ -10,10 +10,10 @@ import pytest
 from layerpush.core.push_policy import Policy
 from layerpush.core.step_plan import StepPlan
 from layerpush.prefill.layer_interval import FENCE_POLL_S, LONGEST_S, LayerInterval
-from layerpush.prefill.link_speed import LinkSpeed
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.step_schedule import StepSchedule
 from layerpush.prefill.writer import WRITE_POLL_S
+from layerpush.transport.link_speed import LinkSpeed, Terms
 from tests.unit.writer_rig import BLOCK_SIZE, Prompt, Rig
 
 LAYERS, TOKENS = 12, 22
@@ -198,8 +198,8 @@ def test_a_write_is_polled_early_and_then_less_often(
     waiting: bool, polls: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LinkSpeed, "is_known", True)
-    monkeypatch.setattr(LinkSpeed, "line", (1.0, 0.0))
     schedule, link = StepSchedule(LAYERS, LayerInterval()), LinkSpeed()
+    link.terms = Terms(write_s=1.0)
     schedule._leave_at, schedule._scheduled = {"D": math.inf} if waiting else {}, [link]
     link.posted("write", 1, 0.0)
     assert [schedule.next_due(now) - now for now in (0.0, 0.5, 3.0, 4.5)] == polls

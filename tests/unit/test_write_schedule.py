@@ -8,8 +8,8 @@ from dataclasses import replace
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from layerpush.prefill.link_speed import GROWTH
 from layerpush.prefill.write_schedule import SAFETY, Progress, Speeds, layers_to_wait
+from layerpush.transport.link_speed import GROWTH
 from tests.support.simulated_wire import Case, by_layer, known, push
 
 CASES = st.builds(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from layerpush.core.wire import Registration
 from layerpush.telemetry.trace_records import PushRecord
-from layerpush.transport.base import TransportError
+from layerpush.transport.base import DescriptorIds, Route, TransportError, WriteHandle
+from layerpush.transport.link_speed import FIRST_TRIAL
+from layerpush.transport.packing.cost import runs
 from layerpush.transport.packing.packer import Stage
 from tests.support.fake_transport import Faults
 from tests.unit.packing_rig import PackingRig
@@ -49,6 +53,50 @@ def test_gathered_bytes_arrive_through_the_ring() -> None:
         assert write.t_landed is not None
         assert write.t_post <= write.t_posted <= write.t_landed
     assert rig.totals.writes == len(record.writes)
+
+
+def with_slow_posts(rig: PackingRig, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that stands still, but for posts: each takes a second for each descriptor."""
+    now, post = [0.0], rig.p.post_write
+
+    def slow_post(route: Route, local: DescriptorIds, remote: DescriptorIds, notification: bytes = b"") -> WriteHandle:
+        now[0] += runs(local, remote)
+        return post(route, local, remote, notification)
+
+    monkeypatch.setattr(rig.p, "post_write", slow_post)
+    for module in ("prefill.push", "transport.writes", "transport.packing.packer", "transport.packing.strategy"):
+        monkeypatch.setattr(f"layerpush.{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
+
+
+def test_a_trial_teaches_the_writer_to_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = PackingRig("auto", layers=8)
+    with_slow_posts(rig, monkeypatch)
+    plans: list[str] = []
+    for number in range(4):
+        prompt = Prompt(f"p-{number}", TOKENS, [5, 1, 8, 3, 12, 10], "layer")
+        wanted = rig.registers(prompt)
+        rig.step((prompt, TOKENS), between=rig.settle)
+        rig.finish(prompt)
+        rig.assert_delivered(prompt, wanted)
+        plans += [write.plan for write in rig.trace.records[-1].writes]
+    assert plans == ["direct"] * FIRST_TRIAL + ["gathered"] * (32 - FIRST_TRIAL)
+    assert [round(write.estimate_s or 0) for write in rig.trace.records[0].writes[1:]] == [6] * 7
+    assert [round(write.estimate_s or 0) for write in rig.trace.records[-1].writes] == [1] * 8
+
+
+@pytest.mark.parametrize("turns", [1, 20])
+def test_the_time_of_a_gather_is_no_time_of_the_link(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, prompt, _ = story(layers=1)
+    now, wanted_s = with_slow_posts(rig, monkeypatch), 1.0
+    rig.staging.looks.append(turns)
+    rig.step((prompt, 9))
+    for _ in range(turns + 5):
+        now[0] += 10.0 if rig.staged and rig.staged[0].stage is Stage.GATHERING else 0.0
+        rig.writer.turn()
+    assert not rig.staged
+    speed = rig.writer._schedule.link("D")
+    assert speed.estimate(rig.totals.bytes, 1) == pytest.approx(wanted_s)
 
 
 def test_without_ring_space_writes_go_directly() -> None:

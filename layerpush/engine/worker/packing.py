@@ -20,7 +20,7 @@ from layerpush.compat.rings import own_ring, register_ring, release_ring
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.transport.link import Link
-from layerpush.transport.packing.cost_model import Costs
+from layerpush.transport.packing.cost import CopyCost
 from layerpush.transport.packing.packer import Packer
 from layerpush.transport.packing.ring import Ring
 from layerpush.transport.packing.strategy import PackingStrategy
@@ -112,11 +112,10 @@ class WorkerPacking:
             logger.warning("layerpush packs nothing: no memory for the block ids of copies: %s", error)
             return
         try:
-            copy_s, byte_s = staging.copy_costs()
+            copies = CopyCost(*staging.copy_costs())
         except Exception as error:  # noqa: BLE001  Triton's or a device's: without copies there is no packing
             logger.warning("layerpush packs nothing: blocks cannot be copied on this device: %s", error)
             return
-        costs = Costs(gather_s=byte_s, copy_s=copy_s)
         worker, size = self._worker, staging.ring.capacity_bytes
         try:
             self._blocks = own_ring(worker, staging.base, size, staging.block_bytes)
@@ -126,7 +125,7 @@ class WorkerPacking:
         self._staging = staging
         packer = Packer(worker.transport, layout, staging, staging.block_bytes)
         assert self._config.packing != "off"
-        self.strategy = PackingStrategy(packer, self._config.packing, costs)
+        self.strategy = PackingStrategy(packer, self._config.packing, copies)
 
     def with_gathering(self, link: Link) -> Link:
         """``link``, with a route from our ring into the decode engine's cache if there is one."""

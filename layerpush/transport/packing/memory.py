@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from layerpush.core.layout import BlockIds
+from layerpush.core.layout import BlockIds, CacheLayout
 from layerpush.transport.packing.ring import Ring
 
 COOL_BYTES = 8 << 20
@@ -72,6 +72,11 @@ class Staging(Protocol):
 
     def gather(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
         """Copy from the cache to byte ``offset`` of the ring. The blocks must not change until the copy is over."""
+
+
+def slots_of(layout: CacheLayout, layers: slice) -> list[int]:
+    """The slots of these layers, in the order of ``Staging``."""
+    return [slot for layer in layout.layers[layers] for slot in layer.slots]
 
 
 def cool() -> None:

@@ -19,8 +19,7 @@ from layerpush.core.layout import CacheLayout
 from layerpush.core.write import Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, Transport, TransportError, WriteState
-from layerpush.transport.packing.memory import Copies, Staging
-from layerpush.transport.packing.runs import slots_of
+from layerpush.transport.packing.memory import Copies, Staging, slots_of
 from layerpush.transport.writes import Transfer
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -35,8 +34,8 @@ class Stage(enum.Enum):
 @dataclass(slots=True, eq=False, kw_only=True)
 class StagedWrite(Transfer):
     """One WRITE from staging memory, from descriptors ``local`` to ``remote``. ``span`` is the offset of its bytes in
-    the ring, None after they are given back; ``handle`` is None unless it is on the wire. Once it has landed
-    ``on_landed`` is called with it.
+    the ring, None after they are given back; ``handle`` is None unless it is on the wire. ``expected_copy_s``: seconds
+    that the copies are expected to take. Once it has landed ``on_landed`` is called with it.
     """
 
     needs_polling: ClassVar[bool] = True
@@ -49,7 +48,12 @@ class StagedWrite(Transfer):
     copies: Copies = field(default_factory=Copies)
     stage: Stage = Stage.GATHERING
     begin_s: float = 0.0
+    expected_copy_s: float = 0.0
     on_landed: Callable[[StagedWrite], None] | None = None
+
+    @property
+    def on_wire_at(self) -> float:
+        return self.record.t_post + (self.expected_copy_s if self.stage is Stage.GATHERING else 0.0)
 
     @property
     def copy_s(self) -> float:

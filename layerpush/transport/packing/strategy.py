@@ -1,4 +1,4 @@
-"""Chooses the plan of each WRITE, and keeps the costs of copies. Writer thread only."""
+"""Chooses whether a WRITE is gathered. Writer thread only."""
 
 from __future__ import annotations
 
@@ -8,31 +8,28 @@ from typing import Literal
 from layerpush.core.write import Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route
-from layerpush.transport.packing.cost_model import Costs, Plan, TransferSize
+from layerpush.transport.link_speed import LinkSpeed
+from layerpush.transport.packing.cost import CopyCost, runs
 from layerpush.transport.packing.packer import Packer, StagedWrite
-from layerpush.transport.packing.running_estimate import CopyEstimates
-from layerpush.transport.packing.runs import transfer_size
 
 Packing = Literal["auto", "gather"]
 
+MARGIN = 0.9
+"""A WRITE is gathered only if its estimate is below this part of the direct one's."""
+
 
 class PackingStrategy:
-    """Chooses plans. A WRITE goes directly if staging memory has no room: a full ring never blocks a push."""
+    """With ``"auto"`` a WRITE takes the plan with the lower estimate: the link's for the wire, and ``copies`` for a
+    gather. Only WRITEs with few descriptors beside WRITEs with many show the time of a descriptor. So now and then a
+    WRITE takes the other plan, as a trial.
 
-    def __init__(self, packer: Packer, packing: Packing, costs: Costs) -> None:
+    A WRITE goes directly if staging memory has no room: a full ring never blocks a push.
+    """
+
+    def __init__(self, packer: Packer, packing: Packing, copies: CopyCost) -> None:
         self.packer = packer
         self._packing = packing
-        self._costs = costs
-        self._copies = CopyEstimates(costs)
-
-    @property
-    def costs(self) -> Costs:
-        """The current costs: those of copies are learned, the others are assumed."""
-        return self._copies.applied_to(self._costs)
-
-    def learn(self, staged: StagedWrite) -> None:
-        """Learn the cost of copies from a WRITE that has landed."""
-        self._copies.copied(staged.record.bytes, staged.copy_s)
+        self._copies = copies
 
     def begin(
         self,
@@ -40,26 +37,37 @@ class PackingStrategy:
         route: Route,
         pairs: tuple[DescriptorIds, DescriptorIds],
         record: WriteRecord,
+        speed: LinkSpeed,
     ) -> StagedWrite | None:
         """Begin ``write`` through staging memory; None: it is to go directly.
 
         ``route`` is that from our ring; ``pairs`` are the descriptor ids in our cache and the decode engine's. Sets the
-        plan and its estimate in ``record``.
+        plan, its descriptors on the wire and its estimate in ``record``.
         """
         local, remote = pairs
         record.t_planned = time.perf_counter()
-        costs = self.costs
-        if self._packing == "auto" and costs.never_pays(len(remote), len(remote) * self.packer.block_bytes):
-            return None
-        transfer, staged, plan = transfer_size(local, remote, self.packer.block_bytes), None, Plan.DIRECT
-        if self._plan(costs, transfer) is Plan.GATHERED:
+        size, direct, gathered = len(remote) * self.packer.block_bytes, runs(local, remote), runs(remote)
+        staged = None
+        if self._gathers(size, direct, gathered, speed):
             staged = self.packer.gather(write, route, remote, record)
+        record.runs, copy_s = direct, 0.0
         if staged is not None:
-            plan, staged.on_landed = Plan.GATHERED, self.learn
-        record.runs = transfer.runs(plan)
-        record.plan = plan.value
-        record.estimate_s = costs.estimate(plan, transfer)
+            record.plan, record.runs, copy_s = "gathered", gathered, self._copies.seconds(size)
+            staged.expected_copy_s, staged.on_landed = copy_s, self._learn
+        if speed.is_known:
+            record.estimate_s = copy_s + speed.estimate(size, record.runs)
         return staged
 
-    def _plan(self, costs: Costs, transfer: TransferSize) -> Plan:
-        return Plan.GATHERED if self._packing == "gather" else costs.choose(transfer)
+    def _gathers(self, size: int, direct: int, gathered: int, speed: LinkSpeed) -> bool:
+        """``direct`` and ``gathered``: descriptors of a WRITE of ``size`` bytes by each plan."""
+        if self._packing == "gather":
+            return True
+        if not speed.is_known:
+            return False
+        direct_s = speed.estimate(size, direct)
+        faster = self._copies.seconds(size) + speed.estimate(size, gathered) < MARGIN * direct_s
+        comparable = 2 * gathered <= direct and self._copies.at_start(size) <= direct_s
+        return faster != (comparable and speed.is_trial())
+
+    def _learn(self, staged: StagedWrite) -> None:
+        self._copies.copied(staged.record.bytes, staged.copy_s)

@@ -33,7 +33,7 @@ from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import WriteRecord, WriteSums
 from layerpush.transport.base import DescriptorIds, Route, TransportError, WriteHandle, WriteState
 from layerpush.transport.link import Link
-from layerpush.transport.packing.cost_model import Costs
+from layerpush.transport.packing.cost import CopyCost
 from layerpush.transport.packing.packer import Packer
 from layerpush.transport.packing.strategy import PackingStrategy
 from layerpush.transport.writes import Transfer
@@ -108,8 +108,8 @@ class PrefillRank(Process):
         if packing.plan == "off":
             return None
         if packing.plan != "mixed":
-            return PackingStrategy(self.packer, packing.plan, Costs())  # type: ignore[arg-type]
-        strategy = MixedStrategy(self.packer, "gather", Costs())
+            return PackingStrategy(self.packer, packing.plan, CopyCost(1e-4, 1e-9))  # type: ignore[arg-type]
+        strategy = MixedStrategy(self.packer, "gather", CopyCost(1e-4, 1e-9))
         strategy.draw = random.Random(packing.seed)
         return strategy
 

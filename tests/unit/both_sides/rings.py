@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from layerpush.core.layout import BlockIds, CacheLayout
 from layerpush.transport.base import WriteState
-from layerpush.transport.packing.cost_model import Costs, Plan, TransferSize
 from layerpush.transport.packing.memory import Copy
 from layerpush.transport.packing.ring import Ring
 from layerpush.transport.packing.strategy import PackingStrategy
@@ -163,8 +162,8 @@ class MixedStrategy(PackingStrategy):
 
     draw: random.Random
 
-    def _plan(self, costs: Costs, transfer: TransferSize) -> Plan:
-        return self.draw.choice(list(Plan))
+    def _gathers(self, *_: object) -> bool:
+        return self.draw.choice([True, False])
 
 
 def overlap(one: range, other: range) -> bool:
