@@ -13,9 +13,9 @@ from bench.calm import delay_progress_thread
 from bench.forward.orders import Introduction
 from bench.forward.settings import POISON, Settings
 from layerpush.core.layout import CacheLayout, LayerSlots, Region
+from layerpush.transport.gather.tensor_memory import staging_memory
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport
-from layerpush.transport.packing.tensor_memory import staging_memory
 
 NOTIFICATION_POLL_S = 1e-3
 """Poll interval of a worker's writer thread that awaits a message, in seconds."""

@@ -13,7 +13,8 @@ from layerpush.telemetry.trace_records import WriteSums
 from layerpush.transport.base import Transport
 from layerpush.transport.link import Link
 from layerpush.transport.link_speed import LinkSpeed
-from layerpush.transport.writes import Transfer, Writes
+from layerpush.transport.transfer import Transfer
+from layerpush.transport.writes import Writes
 
 
 class PairHost:

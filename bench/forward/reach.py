@@ -7,11 +7,11 @@ from typing import Any
 from bench.forward.end import Cache, End
 from bench.forward.orders import Introduction
 from layerpush.transport.base import Route
+from layerpush.transport.gather.cost import CopyCost
+from layerpush.transport.gather.gatherer import Gatherer
+from layerpush.transport.gather.strategy import PackingStrategy
+from layerpush.transport.gather.tensor_memory import TensorStaging
 from layerpush.transport.link import Link
-from layerpush.transport.packing.cost import CopyCost
-from layerpush.transport.packing.packer import Packer
-from layerpush.transport.packing.strategy import PackingStrategy
-from layerpush.transport.packing.tensor_memory import TensorStaging
 
 DECODE = "D"
 """D's name, as an agent and as an engine."""
@@ -43,9 +43,9 @@ class Reach:
         gathered = Route(DECODE, 0, blocks, theirs[0]) if ranks == 1 else None
         self.link = Link(DECODE, routes, layout.region_blocks, share=1 / ranks, gathered=gathered)
         self._staging = TensorStaging(layout, self.cache.slots, end.ring)
-        packer = Packer(end.transport, layout, self._staging, block_bytes)
+        gatherer = Gatherer(end.transport, layout, self._staging, block_bytes)
         copies = CopyCost(*self._staging.copy_costs())
-        self.strategy = None if packing == "off" else PackingStrategy(packer, packing, copies)
+        self.strategy = None if packing == "off" else PackingStrategy(gatherer, packing, copies)
 
     @property
     def ring_is_free(self) -> bool:

@@ -41,7 +41,7 @@ from layerpush.transport.connections import Address, Handshake, Rank
 from layerpush.transport.link import Link
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport
-from layerpush.transport.writes import Transfer
+from layerpush.transport.transfer import Transfer
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -15,7 +15,7 @@ from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.acknowledged import AcknowledgedTransport
 from layerpush.transport.base import TransportError
 from layerpush.transport.nixl import NixlTransport
-from layerpush.transport.writes import Transfer
+from layerpush.transport.transfer import Transfer
 
 logger = logging.getLogger(f"vllm.{__name__}")
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from layerpush.telemetry.metrics.reporter import Reporter
     from layerpush.telemetry.peer_errors import PeerErrors
     from layerpush.telemetry.trace_file import TraceFile
-    from layerpush.transport.packing.ring import Ring
+    from layerpush.transport.gather.ring import Ring
 
 
 def watch_rings(reporter: Reporter, rings: Sequence[Ring]) -> None:

@@ -64,7 +64,8 @@ from layerpush.telemetry.trace_records import ChunkRecord, PushRecord, WriteSums
 from layerpush.transport.base import PeerLostError, Transport, TransportError, WriteState
 from layerpush.transport.link import Link
 from layerpush.transport.link_speed import LinkSpeed
-from layerpush.transport.writes import Transfer, Writes
+from layerpush.transport.transfer import Transfer
+from layerpush.transport.writes import Writes
 
 logger = logging.getLogger(f"vllm.{__name__}")
 

@@ -59,8 +59,9 @@ from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord
 from layerpush.transport.base import Transport
-from layerpush.transport.packing.strategy import PackingStrategy
-from layerpush.transport.writes import Transfer, Writes
+from layerpush.transport.gather.strategy import PackingStrategy
+from layerpush.transport.transfer import Transfer
+from layerpush.transport.writes import Writes
 
 logger = logging.getLogger(f"vllm.{__name__}")
 

@@ -6,7 +6,7 @@ A session asks for a ``Write``: some layers and blocks, for every decode rank. `
 A push owns its transfers. It polls each until it has landed or failed, and then hands it to ``Writes.release``.
 ``Writes`` keeps only the transfers whose release failed, and tries again.
 
-A ``Transfer`` goes straight from cache to cache. A ``StagedWrite`` (``transport.packing.packer``) is a transfer that
+A ``Transfer`` goes straight from cache to cache. A ``StagedWrite`` (``transport.gather.gatherer``) is a transfer that
 goes through staging memory. Both have ``poll``, ``halt`` and ``release``: a push treats them alike.
 
 A worker with staging memory has a ``PackingStrategy``. It decides whether a WRITE is staged. It never makes a WRITE
@@ -25,51 +25,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 from layerpush.core.layout import CacheLayout
-from layerpush.core.write import WHOLE, Write
+from layerpush.core.write import Write
 from layerpush.telemetry.trace_records import WriteRecord
-from layerpush.transport.base import Transport, TransportError, WriteHandle, WriteState
+from layerpush.transport.base import Transport, TransportError
+from layerpush.transport.gather.strategy import PackingStrategy
 from layerpush.transport.link import DirectPlanner, Link
 from layerpush.transport.link_speed import LinkSpeed
-
-if TYPE_CHECKING:
-    from layerpush.transport.packing.strategy import PackingStrategy
+from layerpush.transport.transfer import Transfer
 
 logger = logging.getLogger(f"vllm.{__name__}")
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """One WRITE to one decode rank, on the wire. ``write`` is the id of the session's WRITE that it is a part of."""
-
-    needs_polling: ClassVar[bool] = False
-    """Whether polls do work between its posting and its end."""
-
-    transport: Transport
-    record: WriteRecord
-    handle: WriteHandle | None
-    write: int = WHOLE.id
-    halted: bool = False
-    """Whether ``halt`` came in time: its end is no failure then."""
-
-    @property
-    def on_wire_at(self) -> float:
-        """When it was posted, in seconds; the expected time while its blocks are copied."""
-        return self.record.t_post
-
-    def poll(self) -> WriteState:
-        """Make progress. Raises ``TransportError`` with the reason when it has failed."""
-        return self.transport.poll(self.handle)
-
-    def halt(self) -> None:
-        """The push has ended: a WRITE that is not on the wire yet will not be posted."""
-
-    def release(self) -> None:
-        """Forget a WRITE that has ended. Raises ``TransportError`` if that must wait."""
-        self.transport.release(self.handle)
 
 
 class Writes:

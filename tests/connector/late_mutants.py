@@ -12,8 +12,8 @@ from layerpush.engine.worker import worker
 from layerpush.prefill import step_events
 from layerpush.prefill.fences import StreamFence
 from layerpush.prefill.step_events import ForwardEnded, LayerSaved, StepEnded, StepEvents, StepStarted
-from layerpush.transport.packing import tensor_memory
-from layerpush.transport.packing.tensor_memory import TensorStaging
+from layerpush.transport.gather import tensor_memory
+from layerpush.transport.gather.tensor_memory import TensorStaging
 
 Patch = pytest.MonkeyPatch
 

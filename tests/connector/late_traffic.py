@@ -15,7 +15,7 @@ import torch
 
 from layerpush.engine.worker import packing, worker
 from layerpush.prefill import fences
-from layerpush.transport.packing import tensor_memory
+from layerpush.transport.gather import tensor_memory
 from tests.connector.engine import NAMES
 from tests.connector.late_engine import LateEngine
 from tests.support.simulated_stream import CopyStream, SimulatedEvent, SimulatedStream

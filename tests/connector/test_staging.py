@@ -17,9 +17,9 @@ from layerpush.core.config import LayerPushConfig
 from layerpush.engine.worker import packing
 from layerpush.engine.worker.packing import ALLOCATED_BYTES, WorkerPacking, default_bytes
 from layerpush.transport.base import Route
+from layerpush.transport.gather import tensor_memory
+from layerpush.transport.gather.tensor_memory import TensorStaging
 from layerpush.transport.link import Link
-from layerpush.transport.packing import tensor_memory
-from layerpush.transport.packing.tensor_memory import TensorStaging
 from tests.unit.builders import layout_of
 
 BLOCKS, BLOCK_BYTES = 64, 256

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from layerpush.core.layout import BlockIds
 from layerpush.transport.base import Route
-from layerpush.transport.packing.cost import CopyCost
-from layerpush.transport.packing.memory import Copy
-from layerpush.transport.packing.packer import Packer, Stage, StagedWrite
-from layerpush.transport.packing.strategy import PackingStrategy
+from layerpush.transport.gather.cost import CopyCost
+from layerpush.transport.gather.gatherer import Gatherer, Stage, StagedWrite
+from layerpush.transport.gather.memory import Copy
+from layerpush.transport.gather.strategy import PackingStrategy
 from tests.support.fake_transport import Faults
 from tests.unit.staging_rig import BrokenCopy, NumpyStaging
 from tests.unit.writer_rig import BLOCK_BYTES, Decoder, Rig
@@ -47,8 +47,8 @@ class PackingRig(Rig):
         assert isinstance(self, PackingRig)
         self.staging = FallibleStaging(self.layout, self.p_memory, self._ring_bytes)
         self.p.describe("blocks", self.staging.memory, range(0, self._ring_bytes, BLOCK_BYTES), BLOCK_BYTES)
-        packer = Packer(self.p, self.layout, self.staging, BLOCK_BYTES)
-        self.strategy = PackingStrategy(packer, self._packing, CopyCost(1e-9, 0.0))
+        gatherer = Gatherer(self.p, self.layout, self.staging, BLOCK_BYTES)
+        self.strategy = PackingStrategy(gatherer, self._packing, CopyCost(1e-9, 0.0))
         return self.strategy
 
     def decoder(self, name: str = "D", ranks: int = 1) -> Decoder:

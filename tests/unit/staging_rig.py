@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from layerpush.core.layout import BlockIds, CacheLayout
-from layerpush.transport.packing.memory import slots_of
-from layerpush.transport.packing.ring import Ring
+from layerpush.transport.gather.memory import slots_of
+from layerpush.transport.gather.ring import Ring
 from tests.support.fake_transport import Bytes
 
 

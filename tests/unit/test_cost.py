@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerpush.transport.packing.cost import CopyCost
+from layerpush.transport.gather.cost import CopyCost
 
 
 def test_copies_are_as_expensive_as_measured_at_start() -> None:

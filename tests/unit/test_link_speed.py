@@ -197,10 +197,14 @@ def test_a_change_of_the_plan_is_no_slow_link() -> None:
     assert speed.slowdown(101.0) == pytest.approx(1.0, abs=0.01)
 
 
-def test_no_term_is_negative() -> None:
-    """WRITEs with few descriptors took longer, and small ones longer than large ones."""
+@pytest.mark.parametrize(
+    "writes",
+    [[(100, 1, 5.0), (100, 50, 1.0), (10, 1, 9.0), (1000, 2, 0.1)], [(100, 10, 1.0), (100, 20, 4.0)]],
+    ids=["few descriptors and small WRITEs took longer", "twice the descriptors took four times as long"],
+)
+def test_no_term_is_negative(writes: list[tuple[int, int, float]]) -> None:
     speed = LinkSpeed()
-    for number, (size, descriptors, took) in enumerate([(100, 1, 5.0), (100, 50, 1.0), (10, 1, 9.0), (1000, 2, 0.1)]):
+    for number, (size, descriptors, took) in enumerate(writes):
         speed.posted(number, size, 10.0 * number, descriptors)
         speed.ended(number, 10.0 * number + took, landed=True)
         assert min(speed.terms) >= 0

@@ -30,7 +30,8 @@ from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.metrics.tally import Tally
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
-from layerpush.transport.writes import Transfer, Writes
+from layerpush.transport.transfer import Transfer
+from layerpush.transport.writes import Writes
 from tests.support.fake_transport import Faults
 from tests.support.measured import measured
 from tests.unit.writer_rig import Prompt, Rig

@@ -11,9 +11,9 @@ import pytest
 from layerpush.core.write import Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import Route
+from layerpush.transport.gather.cost import CopyCost
+from layerpush.transport.gather.strategy import PackingStrategy
 from layerpush.transport.link_speed import FIRST_TRIAL, TRIAL_EVERY, LinkSpeed, Terms
-from layerpush.transport.packing.cost import CopyCost
-from layerpush.transport.packing.strategy import PackingStrategy
 
 ROUTE, BLOCK_BYTES, BLOCKS = Route("D", 0, "blocks", "kv"), 1000, 100
 SCATTERED = np.arange(0, 2 * BLOCKS, 2, dtype=np.int32)
@@ -39,8 +39,8 @@ class Chooser:
             self.speed.ended(0, 1.0, landed=True)
             self.speed.terms = Terms(1e-4, byte_s, descriptor_s)
         self.staged: list[Any] = []
-        packer = SimpleNamespace(block_bytes=BLOCK_BYTES, gather=lambda *_: self._gather() if room else None)
-        self.strategy = PackingStrategy(packer, packing, copies)  # type: ignore[arg-type]
+        gatherer = SimpleNamespace(block_bytes=BLOCK_BYTES, gather=lambda *_: self._gather() if room else None)
+        self.strategy = PackingStrategy(gatherer, packing, copies)  # type: ignore[arg-type]
 
     def _gather(self) -> Any:
         self.staged.append(SimpleNamespace())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.transport.packing.ring import Ring, RingError
+from layerpush.transport.gather.ring import Ring, RingError
 
 SIZE = 256
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerpush.core.layout import CacheLayout, LayerSlots, LayoutError, Region
-from layerpush.transport.packing import tensor_memory
-from layerpush.transport.packing.memory import Staging
-from layerpush.transport.packing.tensor_memory import ALIGNED_BYTES, TensorStaging, staging_memory
+from layerpush.transport.gather import tensor_memory
+from layerpush.transport.gather.memory import Staging
+from layerpush.transport.gather.tensor_memory import ALIGNED_BYTES, TensorStaging, staging_memory
 from tests.support.fake_transport import Bytes
 from tests.unit.staging_rig import NumpyStaging
 

@@ -9,9 +9,9 @@ import pytest
 from layerpush.core.wire import Registration
 from layerpush.telemetry.trace_records import PushRecord
 from layerpush.transport.base import DescriptorIds, Route, TransportError, WriteHandle
+from layerpush.transport.gather.cost import runs
+from layerpush.transport.gather.gatherer import Stage
 from layerpush.transport.link_speed import FIRST_TRIAL
-from layerpush.transport.packing.cost import runs
-from layerpush.transport.packing.packer import Stage
 from tests.support.fake_transport import Faults
 from tests.unit.packing_rig import PackingRig
 from tests.unit.writer_rig import Prompt
@@ -64,7 +64,7 @@ def with_slow_posts(rig: PackingRig, monkeypatch: pytest.MonkeyPatch) -> list[fl
         return post(route, local, remote, notification)
 
     monkeypatch.setattr(rig.p, "post_write", slow_post)
-    for module in ("prefill.push", "transport.writes", "transport.packing.packer", "transport.packing.strategy"):
+    for module in ("prefill.push", "transport.writes", "transport.gather.gatherer", "transport.gather.strategy"):
         monkeypatch.setattr(f"layerpush.{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 

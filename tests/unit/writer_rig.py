@@ -22,9 +22,9 @@ from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord, WriteSums
 from layerpush.transport.base import Route, WriteState
+from layerpush.transport.gather.strategy import PackingStrategy
 from layerpush.transport.link import Link
-from layerpush.transport.packing.strategy import PackingStrategy
-from layerpush.transport.writes import Transfer
+from layerpush.transport.transfer import Transfer
 from tests.support.fake_transport import Bytes, FakeFabric, FakeTransport, Faults
 from tests.support.totals import Totals
 from tests.unit.builders import blocks_of, layout_of, registration, upstream_pairs

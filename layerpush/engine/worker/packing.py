@@ -19,12 +19,12 @@ from layerpush.compat.links import has_equal_blocks
 from layerpush.compat.rings import own_ring, register_ring, release_ring
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.layout import CacheLayout, LayoutError
+from layerpush.transport.gather.cost import CopyCost
+from layerpush.transport.gather.gatherer import Gatherer
+from layerpush.transport.gather.ring import Ring
+from layerpush.transport.gather.strategy import PackingStrategy
+from layerpush.transport.gather.tensor_memory import TensorStaging, staging_memory
 from layerpush.transport.link import Link
-from layerpush.transport.packing.cost import CopyCost
-from layerpush.transport.packing.packer import Packer
-from layerpush.transport.packing.ring import Ring
-from layerpush.transport.packing.strategy import PackingStrategy
-from layerpush.transport.packing.tensor_memory import TensorStaging, staging_memory
 
 if TYPE_CHECKING:
     from layerpush.compat.push_worker import VllmPushWorker
@@ -123,9 +123,9 @@ class WorkerPacking:
             logger.warning("layerpush packs nothing: NIXL does not know the staging memory: %s", error)
             return
         self._staging = staging
-        packer = Packer(worker.transport, layout, staging, staging.block_bytes)
+        gatherer = Gatherer(worker.transport, layout, staging, staging.block_bytes)
         assert self._config.packing != "off"
-        self.strategy = PackingStrategy(packer, self._config.packing, copies)
+        self.strategy = PackingStrategy(gatherer, self._config.packing, copies)
 
     def with_gathering(self, link: Link) -> Link:
         """``link``, with a route from our ring into the decode engine's cache if there is one."""

@@ -80,7 +80,7 @@ from layerpush.transport import cuda
 from layerpush.transport.base import TransportError
 from layerpush.transport.connections import Address, Connections, Rank
 from layerpush.transport.idle_connections import PING_EVERY_S, IdleConnections
-from layerpush.transport.writes import Transfer
+from layerpush.transport.transfer import Transfer
 
 if TYPE_CHECKING:
     import torch

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from layerpush.transport.base import WriteState
-from layerpush.transport.packing.memory import Copies
-from layerpush.transport.packing.packer import Stage, StagedWrite
+from layerpush.transport.gather.gatherer import Stage, StagedWrite
+from layerpush.transport.gather.memory import Copies
 from tests.unit.both_sides.mutants import MUTANTS, Patch, mutant
 
 __all__ = ["MUTANTS"]

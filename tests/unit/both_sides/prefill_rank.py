@@ -32,11 +32,11 @@ from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import WriteRecord, WriteSums
 from layerpush.transport.base import DescriptorIds, Route, TransportError, WriteHandle, WriteState
+from layerpush.transport.gather.cost import CopyCost
+from layerpush.transport.gather.gatherer import Gatherer
+from layerpush.transport.gather.strategy import PackingStrategy
 from layerpush.transport.link import Link
-from layerpush.transport.packing.cost import CopyCost
-from layerpush.transport.packing.packer import Packer
-from layerpush.transport.packing.strategy import PackingStrategy
-from layerpush.transport.writes import Transfer
+from layerpush.transport.transfer import Transfer
 from tests.support.fake_transport import Bytes
 from tests.unit.both_sides.process import (
     BLOCK_BYTES,
@@ -74,7 +74,7 @@ class PrefillRank(Process):
         self.capture = StepEvents(layout.index_of, lambda: None, None)
         identity, trace = Identity(engine.engine_id, rank), TraceFile(None, engine.engine_id, rank)
         self.staging = PrefillStaging(self, layout)
-        self.packer = Packer(self.transport, layout, self.staging, self.piece)
+        self.gatherer = Gatherer(self.transport, layout, self.staging, self.piece)
         self.strategy = self._strategy()
         self._post = self.endpoint.post_write
         self.endpoint.post_write = self._posted  # type: ignore[method-assign]
@@ -108,8 +108,8 @@ class PrefillRank(Process):
         if packing.plan == "off":
             return None
         if packing.plan != "mixed":
-            return PackingStrategy(self.packer, packing.plan, CopyCost(1e-4, 1e-9))  # type: ignore[arg-type]
-        strategy = MixedStrategy(self.packer, "gather", CopyCost(1e-4, 1e-9))
+            return PackingStrategy(self.gatherer, packing.plan, CopyCost(1e-4, 1e-9))  # type: ignore[arg-type]
+        strategy = MixedStrategy(self.gatherer, "gather", CopyCost(1e-4, 1e-9))
         strategy.draw = random.Random(packing.seed)
         return strategy
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from layerpush.core.layout import BlockIds, CacheLayout
 from layerpush.transport.base import WriteState
-from layerpush.transport.packing.memory import Copy
-from layerpush.transport.packing.ring import Ring
-from layerpush.transport.packing.strategy import PackingStrategy
+from layerpush.transport.gather.memory import Copy
+from layerpush.transport.gather.ring import Ring
+from layerpush.transport.gather.strategy import PackingStrategy
 from tests.unit.staging_rig import NumpyStaging
 
 if TYPE_CHECKING:

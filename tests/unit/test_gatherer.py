@@ -1,4 +1,4 @@
-"""The packer over the fake network."""
+"""The gatherer over the fake network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from layerpush.core.write import Segment, Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import PeerLostError, Route, TransportError, WriteState
-from layerpush.transport.packing.packer import Packer, Stage, StagedWrite
+from layerpush.transport.gather.gatherer import Gatherer, Stage, StagedWrite
 from tests.support.fake_transport import Bytes, FakeFabric, Faults
 from tests.unit.builders import layout_of
 from tests.unit.staging_rig import BrokenCopy, NumpyStaging
@@ -35,7 +35,7 @@ class Pair:
         self.staging = NumpyStaging(self.layout, self.p_cache, RING)
         self.p.describe("blocks", self.staging.memory, range(0, RING, BLOCK_BYTES), BLOCK_BYTES)
         self.d.describe("kv", self.d_cache, range(0, len(self.d_cache), BLOCK_BYTES), BLOCK_BYTES)
-        self.packer = Packer(self.p, self.layout, self.staging, BLOCK_BYTES)
+        self.gatherer = Gatherer(self.p, self.layout, self.staging, BLOCK_BYTES)
 
     def gather(self, *cuts: slice) -> StagedWrite | None:
         """A WRITE with a segment for each of these cuts of the layers."""
@@ -45,7 +45,7 @@ class Pair:
         ]
         write = Write(0, 0, 0, len(remote) * BLOCK_BYTES, segments)
         record = WriteRecord(0, (0, 0), (0, 0), 0, 0, 0.0, 0.0)
-        return self.packer.gather(write, Route("D", 0, "blocks", "kv"), np.asarray(remote, np.int32), record)
+        return self.gatherer.gather(write, Route("D", 0, "blocks", "kv"), np.asarray(remote, np.int32), record)
 
     def gathered(self, *cuts: slice) -> StagedWrite:
         staged = self.gather(*cuts)
@@ -89,7 +89,7 @@ def test_a_write_starts_at_once_after_an_instant_gather() -> None:
 def test_the_cost_of_a_copy_is_its_device_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's kernels and the writer's other work delay it: neither makes another plan faster."""
     clock = itertools.count(0.0, 1.0)
-    monkeypatch.setattr("layerpush.transport.packing.packer.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("layerpush.transport.gather.gatherer.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     pair = Pair()
     pair.staging.looks.append(50)
     pair.staging.device_s = 0.25

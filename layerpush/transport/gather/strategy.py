@@ -8,9 +8,9 @@ from typing import Literal
 from layerpush.core.write import Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route
+from layerpush.transport.gather.cost import CopyCost, runs
+from layerpush.transport.gather.gatherer import Gatherer, StagedWrite
 from layerpush.transport.link_speed import LinkSpeed
-from layerpush.transport.packing.cost import CopyCost, runs
-from layerpush.transport.packing.packer import Packer, StagedWrite
 
 Packing = Literal["auto", "gather"]
 
@@ -26,8 +26,8 @@ class PackingStrategy:
     A WRITE goes directly if staging memory has no room: a full ring never blocks a push.
     """
 
-    def __init__(self, packer: Packer, packing: Packing, copies: CopyCost) -> None:
-        self.packer = packer
+    def __init__(self, gatherer: Gatherer, packing: Packing, copies: CopyCost) -> None:
+        self.gatherer = gatherer
         self._packing = packing
         self._copies = copies
 
@@ -46,10 +46,10 @@ class PackingStrategy:
         """
         local, remote = pairs
         record.t_planned = time.perf_counter()
-        size, direct, gathered = len(remote) * self.packer.block_bytes, runs(local, remote), runs(remote)
+        size, direct, gathered = len(remote) * self.gatherer.block_bytes, runs(local, remote), runs(remote)
         staged = None
         if self._gathers(size, direct, gathered, speed):
-            staged = self.packer.gather(write, route, remote, record)
+            staged = self.gatherer.gather(write, route, remote, record)
         record.runs, copy_s = direct, 0.0
         if staged is not None:
             record.plan, record.runs, copy_s = "gathered", gathered, self._copies.seconds(size)

@@ -19,8 +19,8 @@ from layerpush.core.layout import CacheLayout
 from layerpush.core.write import Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, Transport, TransportError, WriteState
-from layerpush.transport.packing.memory import Copies, Staging, slots_of
-from layerpush.transport.writes import Transfer
+from layerpush.transport.gather.memory import Copies, Staging, slots_of
+from layerpush.transport.transfer import Transfer
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -40,7 +40,7 @@ class StagedWrite(Transfer):
 
     needs_polling: ClassVar[bool] = True
 
-    packer: Packer
+    gatherer: Gatherer
     route: Route
     local: DescriptorIds
     remote: DescriptorIds
@@ -91,15 +91,15 @@ class StagedWrite(Transfer):
         directly.
         """
         assert self.span is not None
-        packer, offset = self.packer, self.span
+        gatherer, offset = self.gatherer, self.span
         began_at = time.perf_counter()
         for part in write.segments:
-            blocks = packer.expand(part.source)
-            self.copies.begin(partial(packer.staging.gather, part.layers, blocks, offset))
-            offset += len(blocks) * len(slots_of(packer.layout, part.layers)) * packer.block_bytes
+            blocks = gatherer.expand(part.source)
+            self.copies.begin(partial(gatherer.staging.gather, part.layers, blocks, offset))
+            offset += len(blocks) * len(slots_of(gatherer.layout, part.layers)) * gatherer.block_bytes
         self.begin_s = time.perf_counter() - began_at
         if self.copies.failure is not None and not self.copies.have_begun:
-            packer.log_refusal(self.copies.failure)
+            gatherer.log_refusal(self.copies.failure)
             self.release()
             return None
         try:
@@ -124,11 +124,11 @@ class StagedWrite(Transfer):
 
     def _free(self) -> None:
         if self.span is not None:
-            self.packer.staging.ring.give(self.span)
+            self.gatherer.staging.ring.give(self.span)
             self.span = None
 
 
-class Packer:
+class Gatherer:
     """``block_bytes`` is the size of a kernel block, the same in every region."""
 
     def __init__(self, transport: Transport, layout: CacheLayout, staging: Staging, block_bytes: int) -> None:
@@ -152,7 +152,7 @@ class Packer:
             transport=self.transport,
             record=record,
             handle=None,
-            packer=self,
+            gatherer=self,
             route=route,
             local=local,
             remote=remote,

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from layerpush.core.layout import BlockIds, CacheLayout
-from layerpush.transport.packing.ring import Ring
+from layerpush.transport.gather.ring import Ring
 
 COOL_BYTES = 8 << 20
 

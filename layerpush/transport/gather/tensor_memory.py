@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from layerpush.core.layout import BlockIds, CacheLayout, LayoutError
-from layerpush.transport.packing.memory import Copy, cool
-from layerpush.transport.packing.ring import Ring
+from layerpush.transport.gather.memory import Copy, cool
+from layerpush.transport.gather.ring import Ring
 from layerpush_kernels import LayerTable, gather_blocks, layer_table
 
 ALIGNED_BYTES = 8192
