@@ -392,7 +392,7 @@ def test_a_command_checks_the_modules_of_its_extra(extra: Extra) -> None:
 
 
 def test_the_proxy_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
     done = CliRunner().invoke(app, ["proxy", "--prefill", "http://p:8000", "--decode", "http://d:8000"])
     assert done.exit_code == 2
     assert done.stderr == "layerpush proxy needs aiohttp, not installed here: pip install 'layerpush[proxy]'\n"
