@@ -8,7 +8,7 @@ from bench.servers.model import ModelShape, write_model
 from tests.e2e import zoo
 from tests.e2e.enginespec import ModelName
 
-SHAPE = ModelShape(layers=8, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocabulary=1024)
+SHAPE = ModelShape(layers=8, hidden=128, heads=2, kv_heads=2, head_dim=32, intermediate=256, vocabulary=1024)
 LAYERS = SHAPE.layers
 VOCABULARY = range(3, SHAPE.vocabulary)
 """The token ids of prompts: all but the special ones."""
@@ -50,6 +50,7 @@ CHANGES: dict[ModelName, dict[str, Any]] = {
         "n_routed_experts": 2,
         "n_shared_experts": 1,
         "num_experts_per_tok": 1,
+        "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "q_lora_rank": None,
         "qk_nope_head_dim": 32,
