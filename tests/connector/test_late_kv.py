@@ -17,7 +17,8 @@ from tests.connector.late_traffic import PLACES, LateTraffic, StaleBytesError
 from tests.support.simulated_stream import SimulatedEvent
 
 REQUESTS, MUTANT_REQUESTS = 8, 12
-MUTANT_SEEDS = 3
+MUTANT_SEEDS = 10
+"""A busy machine gives the writer no core in time for a mutant to do harm. One seed in which it does is enough."""
 
 
 @pytest.mark.parametrize("place", PLACES)
