@@ -27,7 +27,7 @@ class WentElsewhere:
 
 
 @dataclass(frozen=True, slots=True)
-class Declined:
+class PushDeclined:
     """This decode engine computes a request itself although the prefill engine at ``address`` has it."""
 
     address: Address
@@ -57,7 +57,7 @@ class TraceHeaders:
     headers: Mapping[str, str]
 
 
-Notice = WentElsewhere | Declined | LoadCancelled | LoadPostponed | TraceHeaders
+Notice = WentElsewhere | PushDeclined | LoadCancelled | LoadPostponed | TraceHeaders
 News = Arrived | Notice
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import pytest
 
-from layerpush.compat.metadata import ABORTED, Declined, LoadCancelled
+from layerpush.compat.metadata import ABORTED, LoadCancelled, PushDeclined
 from layerpush.compat.worker_report import LoadCleared, LoadParked, LoadToken, WorkerReport
 from layerpush.core.request_names import Arrived
 from layerpush.core.wire import PROTOCOL_VERSION
@@ -566,14 +566,14 @@ def test_d_declines_the_push_of_a_prompt_that_it_computes(decode: Build) -> None
     request = d.decode("r")
     request.skip_reading_prefix_cache = True
     d.step()
-    (declined,) = d.news(Declined)
+    (declined,) = d.news(PushDeclined)
     address, decline = declined.address, declined.message
     assert (address.engine_id, address.host, address.port, address.tp_size) == ("p", "127.0.0.1", 1, 1)
     assert (decline.request_id, decline.prefill_request_id, len(decline.prompt_digest)) == ("r", "r-on-p", 32)
     scheduler = d.scheduler.connector.connector_scheduler
     assert scheduler._heartbeat_req_engine == {}
     d.step()
-    assert d.news(Declined) == []
+    assert d.news(PushDeclined) == []
     d.run("r")
 
 
@@ -583,5 +583,5 @@ def test_d_declines_the_push_of_a_request_aborted_in_the_queue(decode: Build) ->
     d.abort("r")
     assert d.scheduler.has_requests(), "the workers must get the decline"
     d.step()
-    assert [each.message.request_id for each in d.news(Declined)] == ["r"]
+    assert [each.message.request_id for each in d.news(PushDeclined)] == ["r"]
     assert not d.scheduler.has_requests()

@@ -13,11 +13,11 @@ from layerpush.compat.engine_settings import engine_fallback
 from layerpush.compat.first_tokens import FirstTokens
 from layerpush.compat.kinds import CacheKinds
 from layerpush.compat.metadata import (
-    Declined,
     LayerwiseMetadata,
     LoadCancelled,
     LoadPostponed,
     News,
+    PushDeclined,
     TraceHeaders,
     WentElsewhere,
 )
@@ -247,7 +247,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             params.get("pp_size", 1),
         )
         names = request.request_id, self.engine_id, params["remote_request_id"]
-        self._news.append(Declined(address, Decline(*names, self.prompt_digest(request), transfer_id(params))))
+        self._news.append(PushDeclined(address, Decline(*names, self.prompt_digest(request), transfer_id(params))))
 
     def _await(self, request: Request, staged: StagedRegistration) -> None:
         staged.message.update(

@@ -26,11 +26,11 @@ from layerpush.compat.engine_settings import (
 )
 from layerpush.compat.metadata import (
     ABORTED,
-    Declined,
     LayerwiseMetadata,
     LoadCancelled,
     LoadPostponed,
     Notice,
+    PushDeclined,
     TraceHeaders,
     WentElsewhere,
 )
@@ -344,7 +344,7 @@ class LayerwisePushWorker(VllmPushWorker):
         match news:
             case WentElsewhere():
                 self.claims.went_elsewhere(news.request_id, news.rank, now)
-            case Declined():
+            case PushDeclined():
                 self.decline(news.address, news.message)
             case LoadCancelled() if news.reason == ABORTED:
                 self.loads.abort(news.request_id, news.reason, now)
