@@ -47,7 +47,7 @@ def default_bytes(layer: int, device: torch.device) -> int:
 
 
 class WorkerPacking:
-    """``strategy`` stays None without staging memory, or if the KV cache cannot be packed."""
+    """``strategy`` stays None without staging memory, or if blocks of the KV cache cannot be gathered."""
 
     def __init__(self, worker: VllmPushWorker, config: LayerPushConfig) -> None:
         self.strategy: PackingStrategy | None = None
