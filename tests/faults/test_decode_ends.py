@@ -51,6 +51,7 @@ def test_client_disconnects_while_p_computes(fleet: Fleet, reference: Reference,
     handoff = early(p, d, LENGTH, seed=322)
     p.add(handoff.to_p())
     step_merged(p, 3)
+    p.poll_until(wirefaults.seen, "post:merged")
     d.abort(handoff.request_id)
     check_idle_soon(d)
     p.run()

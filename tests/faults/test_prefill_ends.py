@@ -46,6 +46,7 @@ def test_aborted_on_p(fleet: Fleet, reference: Reference, log: LogView, d_spec: 
     handoff = early(p, d, LENGTH, seed=300)
     p.add(handoff.to_p())
     step_merged(p, 3)
+    p.poll_until(wirefaults.seen, "post:merged")
     p.abort(handoff.request_id)
     p.run()
     check_load_failed(handoff, reference, timeout=engines.GRACE_S)

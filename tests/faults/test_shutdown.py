@@ -47,6 +47,7 @@ def test_p_shuts_down_while_it_computes(fleet: Fleet, reference: Reference, log:
     handoff = early(p, d, LENGTH, seed=392)
     p.add(handoff.to_p())
     step_merged(p, 3)
+    p.poll_until(wirefaults.seen, "post:merged")
     p.begin_stop()
     assert p.wait_ended(EXIT_S) == 0
     check_load_failed(handoff, reference, timeout=EXIT_S)
