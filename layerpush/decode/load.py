@@ -87,11 +87,11 @@ class Load:
                 if sender in self.session.open_agents:
                     self._completions.append(payload)
                 needed = self.address.pp_size * max(1, message.world_size // self._world_size)
-                self.handle(load_protocol.Completed(sender, needed), now)
+                self.handle(load_protocol.AgentCompleted(sender, needed), now)
             case Fail():
-                self.handle(load_protocol.Failed(sender, message.reason, message.drained), now)
+                self.handle(load_protocol.AgentFailed(sender, message.reason, message.drained), now)
             case Cancelled():
-                self.handle(load_protocol.Cancelled(sender), now)
+                self.handle(load_protocol.AgentCancelled(sender), now)
             case Accepted():
                 self._record.t_accepted = self._record.t_accepted or now
                 if message.first_token and self.registration.sampling is not None:
@@ -105,7 +105,7 @@ class Load:
                     self._peers.host.queued(message.request_id, message.computed)
             case Unregistered():
                 if message.attempt == self.registration.attempt:
-                    self.handle(load_protocol.Unregistered(sender), now)
+                    self.handle(load_protocol.AgentUnregistered(sender), now)
 
     def handle(self, event: Event, now: float) -> None:
         """Give an event to the session and perform its actions. Raises ``IllegalTransitionError``."""
@@ -144,18 +144,18 @@ class Load:
         self.ranks = {agent: rank for agent in agents if (rank := connections.rank_of(engine_id, agent))}
         self._peers.add(engine_id, agents, now)
         reason = "it was not reached by the registration"
-        failures = [load_protocol.Failed(agent, reason, drained=True) for agent in sorted(missed)]
+        failures = [load_protocol.AgentFailed(agent, reason, drained=True) for agent in sorted(missed)]
         return [load_protocol.Registered(agents), *failures]
 
     def _perform(self, action: Action, now: float) -> None:
         match action:
-            case load_protocol.Cancel(agents):
+            case load_protocol.SendCancel(agents):
                 mine = self.registration
                 address = mine.decode_engine_id, mine.decode_host, mine.decode_port, mine.decode_tp_size
                 cancel = Cancel(mine.request_id, *address)
                 for agent in agents:  # any may be a stock one, or our registration or its answer was lost
                     self._peers.send(self.address.engine_id, agent, cancel, now, may_be_stock=True)
-            case load_protocol.Unregister(agents):
+            case load_protocol.SendUnregister(agents):
                 mine = self.registration
                 unregister = Unregister(
                     mine.request_id,

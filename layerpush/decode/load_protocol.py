@@ -60,7 +60,7 @@ class RegistrationFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Completed(Event):
+class AgentCompleted(Event):
     """Everything that this agent had to write has landed; ``needed`` agents must complete their part."""
 
     agent: str
@@ -83,7 +83,7 @@ class TokenArrived(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Failed(Event):
+class AgentFailed(Event):
     """This agent will not complete the push; ``drained``: none of its WRITEs is on the wire."""
 
     agent: str
@@ -92,7 +92,7 @@ class Failed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled(Event):
+class AgentCancelled(Event):
     """This agent answered a `Cancel`: no WRITE of it is or will be on the wire."""
 
     agent: str
@@ -104,14 +104,14 @@ class GaveWay(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Unregistered(Event):
+class AgentUnregistered(Event):
     """This agent has dropped the registration, and has posted no WRITE for it."""
 
     agent: str
 
 
 @dataclass(frozen=True, slots=True)
-class Gone(Event):
+class AgentGone(Event):
     """The agent's process is dead."""
 
     agent: str
@@ -119,7 +119,7 @@ class Gone(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Silent(Event):
+class AgentSilent(Event):
     """Nothing has come from this agent for too long. It may be alive, and it may write."""
 
     agent: str
@@ -150,15 +150,15 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel(Action):
-    """Ask these agents to stop; `Cancelled`, `Failed` or `Completed` follows from each that is alive."""
+class SendCancel(Action):
+    """Ask these agents to stop; `AgentCancelled`, `AgentFailed` or `AgentCompleted` follows from each that is alive."""
 
     agents: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Unregister(Action):
-    """Ask these agents to drop the registration; `Unregistered` follows from each that has not begun."""
+class SendUnregister(Action):
+    """Ask these agents to drop the registration; `AgentUnregistered` follows from each that has not begun."""
 
     agents: tuple[str, ...]
 
@@ -208,44 +208,44 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
         Registered: {S.WAITING}, RegistrationFailed: {S.CLOSED}, Aborted: {S.CLOSED}, TimedOut: {S.CLOSED},
     },
     S.WAITING: {
-        Completed: {S.WAITING, S.LOADED, S.CLOSED}, Failed: {S.WAITING, S.CANCELLING, S.CLOSED},
-        Cancelled: {S.WAITING, S.CANCELLING, S.CLOSED}, Gone: {S.WAITING, S.CANCELLING, S.CLOSED},
-        Silent: {S.WAITING, S.CANCELLING}, Aborted: {S.ABORTING, S.CLOSED}, TimedOut: {S.CANCELLING, S.CLOSED},
-        TokenPromised: {S.WAITING}, TokenArrived: {S.WAITING}, Unregistered: {S.WAITING},
+        AgentCompleted: {S.WAITING, S.LOADED, S.CLOSED}, AgentFailed: {S.WAITING, S.CANCELLING, S.CLOSED},
+        AgentCancelled: {S.WAITING, S.CANCELLING, S.CLOSED}, AgentGone: {S.WAITING, S.CANCELLING, S.CLOSED},
+        AgentSilent: {S.WAITING, S.CANCELLING}, Aborted: {S.ABORTING, S.CLOSED}, TimedOut: {S.CANCELLING, S.CLOSED},
+        TokenPromised: {S.WAITING}, TokenArrived: {S.WAITING}, AgentUnregistered: {S.WAITING},
         GaveWay: {S.UNREGISTERING, S.CLOSED},
     },
     S.UNREGISTERING: {
-        Completed: {S.UNREGISTERING, S.LOADED, S.CLOSED}, Failed: {S.UNREGISTERING, S.CANCELLING, S.CLOSED},
-        Cancelled: {S.UNREGISTERING, S.CANCELLING, S.CLOSED}, Gone: {S.UNREGISTERING, S.CANCELLING, S.CLOSED},
-        Silent: {S.UNREGISTERING, S.CANCELLING}, Aborted: {S.ABORTING}, TimedOut: {S.CANCELLING},
+        AgentCompleted: {S.UNREGISTERING, S.LOADED, S.CLOSED}, AgentFailed: {S.UNREGISTERING, S.CANCELLING, S.CLOSED},
+        AgentCancelled: {S.UNREGISTERING, S.CANCELLING, S.CLOSED}, AgentGone: {S.UNREGISTERING, S.CANCELLING, S.CLOSED},
+        AgentSilent: {S.UNREGISTERING, S.CANCELLING}, Aborted: {S.ABORTING}, TimedOut: {S.CANCELLING},
         Tick: {S.UNREGISTERING}, TokenPromised: {S.UNREGISTERING}, TokenArrived: {S.UNREGISTERING},
-        Unregistered: {S.UNREGISTERING, S.CLOSED},
+        AgentUnregistered: {S.UNREGISTERING, S.CLOSED},
     },
     S.LOADED: {TokenArrived: {S.LOADED, S.CLOSED}, Tick: {S.LOADED, S.CLOSED}, Aborted: {S.CLOSED}},
     S.CANCELLING: {
-        Completed: {S.CANCELLING, S.CLOSED}, Failed: {S.CANCELLING, S.CLOSED}, Cancelled: {S.CANCELLING, S.CLOSED},
-        Gone: {S.CANCELLING, S.CLOSED}, Aborted: {S.ABORTING}, Tick: {S.CANCELLING, S.PARKED},
-        TokenPromised: {S.CANCELLING}, TokenArrived: {S.CANCELLING},
+        AgentCompleted: {S.CANCELLING, S.CLOSED}, AgentFailed: {S.CANCELLING, S.CLOSED},
+        AgentCancelled: {S.CANCELLING, S.CLOSED}, AgentGone: {S.CANCELLING, S.CLOSED}, Aborted: {S.ABORTING},
+        Tick: {S.CANCELLING, S.PARKED}, TokenPromised: {S.CANCELLING}, TokenArrived: {S.CANCELLING},
     },
     S.ABORTING: {
-        Completed: {S.ABORTING, S.CLOSED}, Failed: {S.ABORTING, S.CLOSED}, Cancelled: {S.ABORTING, S.CLOSED},
-        Gone: {S.ABORTING, S.CLOSED}, Tick: {S.ABORTING},
+        AgentCompleted: {S.ABORTING, S.CLOSED}, AgentFailed: {S.ABORTING, S.CLOSED},
+        AgentCancelled: {S.ABORTING, S.CLOSED}, AgentGone: {S.ABORTING, S.CLOSED}, Tick: {S.ABORTING},
     },
     S.PARKED: {
-        Completed: {S.PARKED, S.CLOSED}, Failed: {S.PARKED, S.CLOSED}, Cancelled: {S.PARKED, S.CLOSED},
-        Gone: {S.PARKED, S.CLOSED}, Tick: {S.PARKED},
+        AgentCompleted: {S.PARKED, S.CLOSED}, AgentFailed: {S.PARKED, S.CLOSED},
+        AgentCancelled: {S.PARKED, S.CLOSED}, AgentGone: {S.PARKED, S.CLOSED}, Tick: {S.PARKED},
     },
     S.CLOSED: {},
 }  # fmt: skip
 
-_HAS_FAILED = {Silent, TimedOut, Unregistered, GaveWay}
+_HAS_FAILED = {AgentSilent, TimedOut, AgentUnregistered, GaveWay}
 _IS_REPORTED = {*_HAS_FAILED, Aborted, TokenPromised, TokenArrived}
 
 IGNORED: Mapping[State, set[type[Event]]] = {
     S.REGISTERING: {GaveWay},
     S.WAITING: {Tick},
     S.UNREGISTERING: {GaveWay},
-    S.LOADED: {*_HAS_FAILED, TokenPromised, Completed, Failed, Cancelled, Gone},
+    S.LOADED: {*_HAS_FAILED, TokenPromised, AgentCompleted, AgentFailed, AgentCancelled, AgentGone},
     S.CANCELLING: _HAS_FAILED,
     S.ABORTING: _IS_REPORTED,
     S.PARKED: _IS_REPORTED,

@@ -37,7 +37,6 @@ from layerpush.decode.load_protocol import (
     IGNORED,
     TRANSITIONS,
     Action,
-    Cancel,
     Clear,
     Event,
     FinalStatus,
@@ -46,8 +45,9 @@ from layerpush.decode.load_protocol import (
     ReportFailed,
     ReportLoaded,
     ReportUnregistered,
+    SendCancel,
+    SendUnregister,
     State,
-    Unregister,
 )
 
 S = State
@@ -117,7 +117,7 @@ class LoadSession(Machine[State, Event, Action]):
         self.agents = event.agents
         return S.WAITING
 
-    def _on_completed(self, event: load_protocol.Completed, actions: list[Action]) -> State:
+    def _on_completed(self, event: load_protocol.AgentCompleted, actions: list[Action]) -> State:
         if event.agent in self.open_agents:
             self._needed = max(self._needed, event.needed)
         return self._settle(event.agent, FinalStatus.LANDED, None, actions)
@@ -134,12 +134,12 @@ class LoadSession(Machine[State, Event, Action]):
             self.first_token = "other_sampling" if event.token is None else event.token
         return self._close(None, actions) if self.state is S.LOADED else self.state
 
-    def _on_failed(self, event: load_protocol.Failed, actions: list[Action]) -> State:
+    def _on_failed(self, event: load_protocol.AgentFailed, actions: list[Action]) -> State:
         if event.drained:
             return self._settle(event.agent, FinalStatus.FAILED, event.reason, actions)
         return self._fail(event.reason, actions) if event.agent in self.open_agents else self.state
 
-    def _on_cancelled(self, event: load_protocol.Cancelled, actions: list[Action]) -> State:
+    def _on_cancelled(self, event: load_protocol.AgentCancelled, actions: list[Action]) -> State:
         cause = f"agent {event.agent} cancelled the push"
         return self._settle(event.agent, FinalStatus.CANCELLED, cause, actions)
 
@@ -149,7 +149,7 @@ class LoadSession(Machine[State, Event, Action]):
         self._ask(actions, S.UNREGISTERING)
         return S.UNREGISTERING
 
-    def _on_unregistered(self, event: load_protocol.Unregistered, actions: list[Action]) -> State:
+    def _on_unregistered(self, event: load_protocol.AgentUnregistered, actions: list[Action]) -> State:
         if event.agent not in self.open_agents:
             return self.state
         self.statuses[event.agent] = FinalStatus.UNREGISTERED  # in WAITING another rank of this engine was faster
@@ -162,10 +162,10 @@ class LoadSession(Machine[State, Event, Action]):
         actions.append(ReportUnregistered())
         return S.CLOSED
 
-    def _on_gone(self, event: load_protocol.Gone, actions: list[Action]) -> State:
+    def _on_gone(self, event: load_protocol.AgentGone, actions: list[Action]) -> State:
         return self._settle(event.agent, FinalStatus.GONE, event.reason, actions)
 
-    def _on_silent(self, event: load_protocol.Silent, actions: list[Action]) -> State:
+    def _on_silent(self, event: load_protocol.AgentSilent, actions: list[Action]) -> State:
         return self._fail(event.reason, actions) if event.agent in self.open_agents else self.state
 
     def _on_aborted(self, event: load_protocol.Aborted, actions: list[Action]) -> State:
@@ -231,20 +231,20 @@ class LoadSession(Machine[State, Event, Action]):
     def _ask(self, actions: list[Action], state: State) -> None:
         self._asked_at = self.now
         agents = tuple(sorted(self.open_agents))
-        actions.append(Unregister(agents) if state is S.UNREGISTERING else Cancel(agents))
+        actions.append(SendUnregister(agents) if state is S.UNREGISTERING else SendCancel(agents))
 
     HANDLERS: ClassVar = {
         load_protocol.Registered: _on_registered,
         load_protocol.RegistrationFailed: _on_reason,
-        load_protocol.Completed: _on_completed,
+        load_protocol.AgentCompleted: _on_completed,
         load_protocol.TokenPromised: _on_token_promised,
         load_protocol.TokenArrived: _on_token_arrived,
-        load_protocol.Failed: _on_failed,
-        load_protocol.Cancelled: _on_cancelled,
+        load_protocol.AgentFailed: _on_failed,
+        load_protocol.AgentCancelled: _on_cancelled,
         load_protocol.GaveWay: _on_gave_way,
-        load_protocol.Unregistered: _on_unregistered,
-        load_protocol.Gone: _on_gone,
-        load_protocol.Silent: _on_silent,
+        load_protocol.AgentUnregistered: _on_unregistered,
+        load_protocol.AgentGone: _on_gone,
+        load_protocol.AgentSilent: _on_silent,
         load_protocol.Aborted: _on_aborted,
         load_protocol.TimedOut: _on_reason,
         load_protocol.Tick: _on_tick,

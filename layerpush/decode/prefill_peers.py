@@ -146,10 +146,10 @@ class PrefillPeers:
                     self._start_probe(engine_id, agent, loads)
                 case liveness.ReportSilent(agent, reason):
                     self._recorder.count(LOST_PEERS, "silent")
-                    yield agent, load_protocol.Silent(agent, reason)
+                    yield agent, load_protocol.AgentSilent(agent, reason)
                 case liveness.ReportGone(engine_id, agent, reason):
                     self._recorder.count(LOST_PEERS, "gone")
-                    yield agent, load_protocol.Gone(agent, reason)
+                    yield agent, load_protocol.AgentGone(agent, reason)
                     self._forget_dead_engine(engine_id, agent, loads)
                 case liveness.Reconnect(engine_id):
                     self._reconnect(engine_id, loads, now)

@@ -41,8 +41,6 @@ from layerpush.prefill.push_protocol import (
     Delegate,
     Event,
     Failed,
-    Landed,
-    Lost,
     Notified,
     Notify,
     Post,
@@ -55,6 +53,8 @@ from layerpush.prefill.push_protocol import (
     SendFirstToken,
     State,
     WholePosted,
+    WriteLanded,
+    WriteLost,
 )
 from layerpush.prefill.push_session import PushSession
 from layerpush.prefill.step_events import StepEvents
@@ -466,13 +466,13 @@ class Push:
                 (self.request_id, write), time.perf_counter(), landed=loss is None, seen=seen
             )
         if loss is None:
-            self.handle(Landed(write))
+            self.handle(WriteLanded(write))
             return
         if loss.peer_lost and self.record.decode_engine_id is not None:
             self._shared.host.peer_lost(self.record.decode_engine_id)
         if write != WHOLE.id:  # the first loss is logged already
             self._log_failure(logging.ERROR if self.session.failure is None else logging.DEBUG, loss.reason)
-        self.handle(Lost(write, loss.reason))
+        self.handle(WriteLost(write, loss.reason))
 
     def note_busy(self, at: float) -> None:
         """A WRITE is posted at ``at``, in seconds. Others may be in flight."""

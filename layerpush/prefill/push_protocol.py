@@ -81,14 +81,14 @@ class Refused(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Landed(Event):
+class WriteLanded(Event):
     """A WRITE is in the memory of every decode rank."""
 
     write: int
 
 
 @dataclass(frozen=True, slots=True)
-class Lost(Event):
+class WriteLost(Event):
     """A WRITE ended without landing, or was never posted."""
 
     write: int
@@ -109,7 +109,7 @@ class Notified(Event):
 
 @dataclass(frozen=True, slots=True)
 class WholePosted(Event):
-    """Upstream's whole-request push has put a WRITE on the wire: `Landed` or `Lost` of ``WHOLE`` follows."""
+    """Upstream's whole-request push has put a WRITE on the wire: `WriteLanded` or `WriteLost` of ``WHOLE`` follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Rewound(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted(Event):
+class ResultsAccepted(Event):
     """The scheduler has accepted the results of every step of the prompt: none of them can be taken back."""
 
 
@@ -173,7 +173,7 @@ class Connect(Action):
 
 @dataclass(frozen=True, slots=True)
 class Post(Action):
-    """Post one WRITE to every decode rank; `Landed` or `Lost` follows."""
+    """Post one WRITE to every decode rank; `WriteLanded` or `WriteLost` follows."""
 
     write: Write
 
@@ -237,29 +237,31 @@ _GIVEN_UP = {S.ABANDONED, S.CLOSED}
 
 TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     S.WAITING: {
-        Planned: {S.WAITING}, Ready: {S.WAITING}, Preempted: {S.WAITING}, Rewound: {S.WAITING}, Accepted: {S.WAITING},
-        Registered: {S.CONNECTING, S.DEFERRED}, Finished: {S.DELEGATED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
-        Failed: {S.ABANDONED},
+        Planned: {S.WAITING}, Ready: {S.WAITING}, Preempted: {S.WAITING}, Rewound: {S.WAITING},
+        ResultsAccepted: {S.WAITING}, Registered: {S.CONNECTING, S.DEFERRED}, Finished: {S.DELEGATED},
+        Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED}, Failed: {S.ABANDONED},
     },
     S.CONNECTING: {
         Planned: {S.CONNECTING}, Ready: {S.CONNECTING}, Preempted: {S.CONNECTING}, Rewound: {S.CONNECTING},
-        Accepted: {S.CONNECTING}, Connected: {S.STREAMING}, Refused: {S.DEFERRED, S.DELEGATED}, Failed: _GIVEN_UP,
-        CancelledByD: _GIVEN_UP, Finished: {S.CONNECTING}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
+        ResultsAccepted: {S.CONNECTING}, Connected: {S.STREAMING}, Refused: {S.DEFERRED, S.DELEGATED},
+        Failed: _GIVEN_UP, CancelledByD: _GIVEN_UP, Finished: {S.CONNECTING}, Aborted: {S.CLOSED},
+        LeaseExpired: {S.CLOSED},
     },
     S.STREAMING: {
         Planned: {S.STREAMING, S.REWINDING}, Ready: {S.STREAMING},
-        PostReady: {S.STREAMING, S.UNCONFIRMED, S.NOTIFYING}, Landed: {S.STREAMING, S.UNCONFIRMED, S.NOTIFYING},
-        Lost: _ANY_ENDING, Failed: _ANY_ENDING, CancelledByD: _ANY_ENDING, Accepted: {S.STREAMING},
+        PostReady: {S.STREAMING, S.UNCONFIRMED, S.NOTIFYING}, WriteLanded: {S.STREAMING, S.UNCONFIRMED, S.NOTIFYING},
+        WriteLost: _ANY_ENDING, Failed: _ANY_ENDING, CancelledByD: _ANY_ENDING, ResultsAccepted: {S.STREAMING},
         Preempted: {S.STREAMING, S.REWINDING}, Rewound: {S.STREAMING, S.REWINDING}, Finished: {S.STREAMING},
         Aborted: _DROPPED, LeaseExpired: _DROPPED,
     },
     S.REWINDING: {
         Planned: {S.REWINDING}, Ready: {S.REWINDING}, Preempted: {S.REWINDING}, Rewound: {S.REWINDING},
-        Accepted: {S.REWINDING}, Landed: {S.REWINDING, S.STREAMING}, Lost: _ANY_ENDING, Failed: {S.DRAINING},
-        CancelledByD: {S.DRAINING}, Finished: {S.REWINDING}, Aborted: {S.DRAINING}, LeaseExpired: {S.DRAINING},
+        ResultsAccepted: {S.REWINDING}, WriteLanded: {S.REWINDING, S.STREAMING}, WriteLost: _ANY_ENDING,
+        Failed: {S.DRAINING}, CancelledByD: {S.DRAINING}, Finished: {S.REWINDING}, Aborted: {S.DRAINING},
+        LeaseExpired: {S.DRAINING},
     },
     S.UNCONFIRMED: {
-        Accepted: {S.NOTIFYING}, Finished: {S.NOTIFYING},
+        ResultsAccepted: {S.NOTIFYING}, Finished: {S.NOTIFYING},
         Planned: {S.STREAMING}, Preempted: {S.STREAMING}, Rewound: {S.STREAMING},
         Failed: {S.ABANDONED}, CancelledByD: {S.ABANDONED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
@@ -280,11 +282,11 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
         LeaseExpired: {S.CLOSED}, Aborted: {S.CLOSED},
     },
     S.WRITING_WHOLE: {
-        WholePosted: {S.WRITING_WHOLE}, Landed: {S.CLOSED}, Lost: {S.CLOSED}, Failed: {S.DRAINING},
+        WholePosted: {S.WRITING_WHOLE}, WriteLanded: {S.CLOSED}, WriteLost: {S.CLOSED}, Failed: {S.DRAINING},
         CancelledByD: {S.DRAINING}, LeaseExpired: {S.DRAINING}, Aborted: {S.DRAINING},
     },
     S.DRAINING: {
-        Landed: _ANY_ENDING, Lost: _ANY_ENDING,
+        WriteLanded: _ANY_ENDING, WriteLost: _ANY_ENDING,
         CancelledByD: {S.DRAINING}, Finished: {S.DRAINING}, Aborted: {S.DRAINING}, LeaseExpired: {S.DRAINING},
     },
     S.ABANDONED: {Finished: {S.CLOSED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED}},

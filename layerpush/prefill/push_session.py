@@ -156,7 +156,7 @@ class PushSession(Machine[State, Event, Action]):
         actions.append(Delegate(self.registration))
         return S.DELEGATED
 
-    def _on_landed(self, event: push_protocol.Landed, actions: list[Action]) -> State:
+    def _on_landed(self, event: push_protocol.WriteLanded, actions: list[Action]) -> State:
         write = self.in_flight.pop(event.write)
         if self.state is S.DRAINING:
             return self._end_without_completion(actions)
@@ -171,7 +171,7 @@ class PushSession(Machine[State, Event, Action]):
             self._coverage.land(part.layers, part.first - part.skipped, part.end - part.skipped)
         return self._settle(actions)
 
-    def _on_lost(self, event: push_protocol.Lost, actions: list[Action]) -> State:
+    def _on_lost(self, event: push_protocol.WriteLost, actions: list[Action]) -> State:
         self.in_flight.pop(event.write)
         return self._fail(event.reason, actions)
 
@@ -203,7 +203,7 @@ class PushSession(Machine[State, Event, Action]):
             return self.state
         return self._restart(self.epoch + 1)
 
-    def _on_accepted(self, _: push_protocol.Accepted, actions: list[Action]) -> State:
+    def _on_accepted(self, _: push_protocol.ResultsAccepted, actions: list[Action]) -> State:
         self._provisional = False
         return self._settle(actions) if self.state is S.UNCONFIRMED else self.state
 
@@ -310,15 +310,15 @@ class PushSession(Machine[State, Event, Action]):
         push_protocol.Registered: _on_registered,
         push_protocol.Connected: _on_connected,
         push_protocol.Refused: _on_refused,
-        push_protocol.Landed: _on_landed,
-        push_protocol.Lost: _on_lost,
+        push_protocol.WriteLanded: _on_landed,
+        push_protocol.WriteLost: _on_lost,
         push_protocol.Failed: _on_failed,
         push_protocol.CancelledByD: _on_cancelled,
         push_protocol.Notified: _on_notified,
         push_protocol.WholePosted: _on_whole_posted,
         push_protocol.Preempted: _on_preempted,
         push_protocol.Rewound: _on_rewound,
-        push_protocol.Accepted: _on_accepted,
+        push_protocol.ResultsAccepted: _on_accepted,
         push_protocol.Finished: _on_finished,
         push_protocol.Aborted: _on_dropped,
         push_protocol.LeaseExpired: _on_dropped,

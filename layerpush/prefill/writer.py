@@ -35,12 +35,12 @@ from layerpush.prefill.layer_interval import FENCE_POLL_S, LONGEST_S, LayerInter
 from layerpush.prefill.push import Host, Identity, Push, Shared
 from layerpush.prefill.push_protocol import (
     Aborted,
-    Accepted,
     CancelledByD,
     Finished,
     LeaseExpired,
     Planned,
     Ready,
+    ResultsAccepted,
     State,
 )
 from layerpush.prefill.push_session import PushSession
@@ -159,8 +159,8 @@ class PushWriter:
     def _accepted(self, event: StepsAccepted) -> None:
         for request_id in event.request_ids:
             push = self._pushes.get(request_id)
-            if push is not None and push.session.accepts(Accepted):
-                push.handle(Accepted())
+            if push is not None and push.session.accepts(ResultsAccepted):
+                push.handle(ResultsAccepted())
 
     def _take_revoked(self) -> None:
         for revoked in self._step_events.revoked():

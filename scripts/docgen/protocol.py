@@ -85,7 +85,7 @@ class Machine:
 
 PREFILL, DECODE, CLAIM = Machine(prefill), Machine(decode), Machine(claim)
 
-_UNHAPPY_EVENTS = (prefill.Lost, prefill.Failed, prefill.CancelledByD, prefill.Aborted, prefill.LeaseExpired)
+_UNHAPPY_EVENTS = (prefill.WriteLost, prefill.Failed, prefill.CancelledByD, prefill.Aborted, prefill.LeaseExpired)
 _UNHAPPY_STATES = (prefill.State.DRAINING, prefill.State.ABANDONED)
 
 

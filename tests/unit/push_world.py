@@ -282,8 +282,8 @@ class PushWorld:
     def accept(self) -> None:
         """The scheduler has processed the results of all steps of the prompt."""
         self.accepted = True
-        if self.session.accepts(push_protocol.Accepted):
-            self.send(push_protocol.Accepted())
+        if self.session.accepts(push_protocol.ResultsAccepted):
+            self.send(push_protocol.ResultsAccepted())
 
     def rewind(self, *, announced: bool) -> None:
         """The scheduler takes the last step back; the next plan begins a new epoch. It follows at once if unannounced.
@@ -330,16 +330,16 @@ class PushWorld:
         landed = self.in_flight.pop(write)
         if landed.epoch == self.epoch:
             self.landed |= cells_of(landed)
-        self.send(push_protocol.Landed(write))
+        self.send(push_protocol.WriteLanded(write))
 
     def lose(self, write: int) -> None:
         self.in_flight.pop(write)
-        self._fails(push_protocol.Lost(write, "cut off"))
+        self._fails(push_protocol.WriteLost(write, "cut off"))
 
     def fail(self) -> None:
         self._fails(push_protocol.Failed("broken"))
 
-    def _fails(self, event: push_protocol.Lost | push_protocol.Failed) -> None:
+    def _fails(self, event: push_protocol.WriteLost | push_protocol.Failed) -> None:
         self.disturbed = True
         is_news = self.outcome == "pending"
         self._ends("failed", event.reason)
@@ -371,7 +371,7 @@ class PushWorld:
         self.delivered = lost is None and self.state is State.WRITING_WHOLE
         self._ends("completed" if lost is None else "failed", lost)
         whole = WHOLE.id
-        self.send(push_protocol.Landed(whole) if lost is None else push_protocol.Lost(whole, lost))
+        self.send(push_protocol.WriteLanded(whole) if lost is None else push_protocol.WriteLost(whole, lost))
 
     def cancel(self) -> None:
         self.disturbed = self.cancelled = True

@@ -5,9 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import get_args
 
 import pytest
 
+from layerpush.core import wire
+from layerpush.decode import load_protocol
+from layerpush.prefill import claim_protocol, push_protocol
 from tests.quotes import package
 
 PACKAGE = Path(__file__).parents[2] / "layerpush"
@@ -52,6 +57,13 @@ def test_objects_of_the_writer_thread_import_neither_engine_nor_threading(module
     }
     assert all((PACKAGE / file).exists() for file in files)
     assert not files & importers(module)
+
+
+@pytest.mark.parametrize("protocol", [claim_protocol, push_protocol, load_protocol])
+def test_a_message_shares_its_name_with_no_event_or_action(protocol: ModuleType) -> None:
+    messages = {message.__name__ for message in get_args(wire.Message)}
+    roots = (protocol.Event, protocol.Action)
+    assert not messages & {kind.__name__ for root in roots for kind in root.__subclasses__()}
 
 
 def test_no_module_imports_a_top_level_kernels() -> None:

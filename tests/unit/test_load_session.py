@@ -15,14 +15,15 @@ from layerpush.decode.load_protocol import (
     TRANSITIONS,
     Aborted,
     Action,
-    Cancel,
-    Cancelled,
+    AgentCancelled,
+    AgentCompleted,
+    AgentFailed,
+    AgentGone,
+    AgentSilent,
+    AgentUnregistered,
     Clear,
-    Completed,
     Event,
-    Failed,
     GaveWay,
-    Gone,
     Park,
     Registered,
     RegistrationFailed,
@@ -30,14 +31,13 @@ from layerpush.decode.load_protocol import (
     ReportFailed,
     ReportLoaded,
     ReportUnregistered,
-    Silent,
+    SendCancel,
+    SendUnregister,
     State,
     Tick,
     TimedOut,
     TokenArrived,
     TokenPromised,
-    Unregister,
-    Unregistered,
 )
 from layerpush.decode.load_session import LoadSession
 from tests.unit.clones import clone
@@ -65,7 +65,7 @@ def complete(*events: Event) -> LoadSession:
     session = waiting("A")
     for event in events:
         assert session.handle(event, 5.0) == []
-    assert session.handle(Completed("A", 1), 10.0) == []
+    assert session.handle(AgentCompleted("A", 1), 10.0) == []
     assert session.state is State.LOADED
     return session
 
@@ -80,12 +80,12 @@ def test_the_wait_for_a_promised_token_is_bounded() -> None:
 
 def test_a_timed_out_load_parks_its_blocks_until_every_rank_has_ended() -> None:
     session = waiting("A", "B")
-    assert session.handle(TimedOut("why"), 10.0) == [Cancel(("A", "B"))]
-    assert session.handle(Tick(), 14.5) == [Cancel(("A", "B"))]
+    assert session.handle(TimedOut("why"), 10.0) == [SendCancel(("A", "B"))]
+    assert session.handle(Tick(), 14.5) == [SendCancel(("A", "B"))]
     assert session.handle(Tick(), 15.0) == [Park("why")]
-    assert session.handle(Tick(), 16.5) == [Cancel(("A", "B"))]
-    assert session.handle(Cancelled("A"), 17.0) == []
-    assert session.handle(Completed("B", 2), 600.0) == [Clear()]
+    assert session.handle(Tick(), 16.5) == [SendCancel(("A", "B"))]
+    assert session.handle(AgentCancelled("A"), 17.0) == []
+    assert session.handle(AgentCompleted("B", 2), 600.0) == [Clear()]
 
 
 def test_a_registration_needs_an_agent() -> None:
@@ -111,7 +111,7 @@ def test_cancels_are_repeated_forever_at_growing_intervals(
         assert due is not None
         now = due
         actions = session.handle(Tick(), now)
-        asked += [now] * sum(isinstance(action, Cancel) for action in actions)
+        asked += [now] * sum(isinstance(action, SendCancel) for action in actions)
     assert [after - before for before, after in itertools.pairwise(asked)] == pauses
 
 
@@ -168,20 +168,20 @@ class LoadWorld:
             case TokenArrived(_, token):
                 self.token = token if self.token is None else self.token
                 self.refused |= token is None
-            case Completed(agent, needed):
+            case AgentCompleted(agent, needed):
                 self.writers.remove(agent)
                 self.landed.add(agent)
                 self.needed = max(self.needed, needed)
-            case Failed(agent, _, drained=True) | Cancelled(agent) | Gone(agent, _):
+            case AgentFailed(agent, _, drained=True) | AgentCancelled(agent) | AgentGone(agent, _):
                 self.writers.remove(agent)
-            case Unregistered(agent):
+            case AgentUnregistered(agent):
                 self.writers.remove(agent)
                 self.unregistered.add(agent)
             case GaveWay():
                 self.gave_way = True
             case Aborted():
                 self.aborted = True
-        if isinstance(event, Cancelled):
+        if isinstance(event, AgentCancelled):
             self.cause = self.cause or f"agent {event.agent} cancelled the push"
         self.cause = self.cause or getattr(event, "reason", None)
         if self.cause and self.failed_at is None:
@@ -193,11 +193,11 @@ class LoadWorld:
 
     def _check(self, action: Action) -> None:
         match action:
-            case Cancel(agents):
+            case SendCancel(agents):
                 assert set(agents) == self.writers
                 self.asked = set(agents)
                 return
-            case Unregister(agents):
+            case SendUnregister(agents):
                 assert set(agents) == self.writers
                 assert self.gave_way
                 return
@@ -278,9 +278,9 @@ EVENTS: list[Event] = [
     Registered(AGENTS), RegistrationFailed("unsent"), Aborted("dropped"), TimedOut("overdue"), Tick(), GaveWay(),
     *(event
       for agent in (*sorted(AGENTS), "a stranger")
-      for event in (Completed(agent, 1), Completed(agent, 2), Failed(agent, "failed", drained=True),
-                    Failed(agent, "failing", drained=False), Cancelled(agent), Gone(agent, "gone"),
-                    Silent(agent, "silent"), Unregistered(agent))),
+      for event in (AgentCompleted(agent, 1), AgentCompleted(agent, 2), AgentFailed(agent, "failed", drained=True),
+                    AgentFailed(agent, "failing", drained=False), AgentCancelled(agent), AgentGone(agent, "gone"),
+                    AgentSilent(agent, "silent"), AgentUnregistered(agent))),
     *(event
       for agent in ("A", "a stranger")
       for event in (TokenPromised(agent), TokenArrived(agent, 7), TokenArrived(agent, None))),

@@ -70,9 +70,9 @@ def a_claim_that_was_taken_back_waits_on(patch: Patch) -> None:
 def one_rank_speaks_for_all(patch: Patch) -> None:
     plain = LoadSession._on_unregistered
 
-    def on_unregistered(self: LoadSession, event: load_protocol.Unregistered, actions: Any) -> Any:
+    def on_unregistered(self: LoadSession, event: load_protocol.AgentUnregistered, actions: Any) -> Any:
         for agent in sorted(self.open_agents) if self.state is load_protocol.State.UNREGISTERING else []:
-            state = plain(self, load_protocol.Unregistered(agent), actions)
+            state = plain(self, load_protocol.AgentUnregistered(agent), actions)
         return plain(self, event, actions) if self.open_agents else state
 
-    patch.setitem(LoadSession.HANDLERS, load_protocol.Unregistered, on_unregistered)  # type: ignore[arg-type]
+    patch.setitem(LoadSession.HANDLERS, load_protocol.AgentUnregistered, on_unregistered)  # type: ignore[arg-type]

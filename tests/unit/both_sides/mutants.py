@@ -80,12 +80,12 @@ def an_aborted_load_is_given_up_at_once(patch: Patch) -> None:
 
 @mutant()
 def a_silent_agent_is_taken_for_dead(patch: Patch) -> None:
-    _leaving(patch, lambda _, event: isinstance(event, awaited.Silent))
+    _leaving(patch, lambda _, event: isinstance(event, awaited.AgentSilent))
 
 
 @mutant()
 def a_failure_is_taken_for_drained(patch: Patch) -> None:
-    _leaving(patch, lambda _, event: isinstance(event, awaited.Failed))
+    _leaving(patch, lambda _, event: isinstance(event, awaited.AgentFailed))
 
 
 @mutant()
@@ -224,7 +224,7 @@ def a_preempted_push_forgets_its_writes(patch: Patch) -> None:
         return pushed.State.STREAMING
 
     def forgetful(self: PushSession, event: pushed.Event, now: float) -> list[pushed.Action]:
-        forgotten = isinstance(event, pushed.Landed | pushed.Lost) and event.write not in self.in_flight
+        forgotten = isinstance(event, pushed.WriteLanded | pushed.WriteLost) and event.write not in self.in_flight
         return [] if forgotten else handle(self, event, now)
 
     patch.setattr(PushSession, "_restart", mutated)
@@ -269,7 +269,7 @@ def a_lost_write_counts_as_landed(patch: Patch) -> None:
     handle = PushSession.handle
 
     def mutated(self: PushSession, event: pushed.Event, now: float) -> list[pushed.Action]:
-        return handle(self, pushed.Landed(event.write) if isinstance(event, pushed.Lost) else event, now)
+        return handle(self, pushed.WriteLanded(event.write) if isinstance(event, pushed.WriteLost) else event, now)
 
     patch.setattr(PushSession, "handle", mutated)
 
