@@ -29,10 +29,10 @@ from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.engine.unreported_aborts import UnreportedAborts
 from layerpush.engine.worker.dispatch import Dispatcher
-from layerpush.engine.worker.guard import Guard
 from layerpush.engine.worker.wake import Waker
 from layerpush.engine.worker.writer_thread import WriterThread
 from layerpush.prefill.claims import Claims
+from layerpush.prefill.links import Links
 from layerpush.prefill.push import Identity
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
@@ -43,6 +43,7 @@ from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.transport.connections import Address, Connections
 from layerpush.transport.idle_connections import IdleConnections
+from layerpush.transport.writes import Writes
 
 LAYERS, TOKENS, BLOCK_TOKENS = 32, 1024, 16
 PEER_TIMEOUT_S = 20.0
@@ -59,7 +60,7 @@ class Quiet:
 
     def __getattr__(self, name: str) -> Any:
         answers = {"agents_of": ("p-0",), "engines": {"P": ("p-0",)}, "rank_of": (0, 0), "address_of": P, "knows": True}
-        empty = {"ended_requests": (), "deferred_pushes": (), "is_unwanted": False}
+        empty = {"ended_requests": (), "deferred_pushes": ()}
         return lambda *_, **__: {**answers, **empty}.get(name)
 
     def notifications(self) -> list[tuple[str, bytes]]:
@@ -94,19 +95,19 @@ class Rank:
         self.waker = TimedWaker(lag.woken)
         self.steps = StepEvents(layout.index_of, self.waker.wake, None, wake_lazily=self.waker.wake_lazily)
         trace, meter = TraceFile(None, "P", 0), PushMeter(recorder)
-        self.pushes = PushWriter(Identity("P", 0), layout, Policy(), quiet, self.steps, quiet, trace, 60.0, meter)
         connections = Connections(quiet, quiet, None, quiet.search)
+        links, writes = Links(quiet, connections), Writes(quiet, layout, timeout_s=60.0)
+        self.pushes = PushWriter(Identity("P", 0), layout, Policy(), writes, self.steps, links, quiet, trace, meter)
         steps = self.steps
         claims = Claims(self.pushes, connections, quiet, errors, str, lambda: steps.steps, 60.0)
+        self.pushes.registry = claims
         peers = PrefillPeers("D", connections, PeerWatch(PEER_TIMEOUT_S), quiet.probe, quiet, recorder)
         self.loads = Loads("D", 1, PEER_TIMEOUT_S, peers, quiet, errors, recorder)
         idle = IdleConnections("D", connections, quiet.probe, lambda: {"P"}, lambda _: False, float)
         dispatcher = Dispatcher(quiet, claims, self.loads, idle, quiet.any, errors, quiet.any)
-        guard = Guard(self.pushes.fail)
         self.writer = WriterThread(
-            quiet, guard, self.waker, lag, connections, idle, dispatcher, self.pushes, claims, self.loads,
-            UnreportedAborts(),
-        )  # fmt: skip
+            quiet, self.waker, lag, connections, idle, dispatcher, self.pushes, claims, self.loads, UnreportedAborts()
+        )
 
     def waits(self, side: str, requests: int) -> None:
         """So many requests begin to wait."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from bench.forward.end import NOTIFICATION_POLL_S
-from bench.forward.host import PairHost
+from bench.forward.pair import Pair
 from bench.forward.queued import queued_s
 from bench.forward.reach import DECODE, Reach
 from layerpush.core.config import PushMode
@@ -29,6 +29,7 @@ from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 from layerpush.transport.base import Transport
 from layerpush.transport.nixl import NixlTransport
+from layerpush.transport.writes import Writes
 
 logger = logging.getLogger(__name__)
 
@@ -77,19 +78,20 @@ class Lane:
         self.meter = RecordingMeter(Recorder())
         fences = fences_for(reach.cache.slots[0].device)
         self.step_events = StepEvents(layout.index_of, waker.wake, fences, wake_lazily=waker.wake_lazily)
-        self.host = PairHost(reach, transport)
-        self.writer = PushWriter(
+        self.pair = Pair(reach, transport)
+        played: Any = self.pair
+        self.writer = self.pair.writer = PushWriter(
             Identity("P", 0),
             layout,
             Policy(mode),
-            transport,
+            Writes(transport, layout, reach.strategy if streams else None),
             self.step_events,
-            self.host,
+            played,
+            played,
             TraceFile(None, "P", 0),
-            write_timeout_s=math.inf,
-            meter=self.meter,
-            strategy=reach.strategy if streams else None,
+            self.meter,
         )
+        self.writer.registry = self.pair
 
 
 class Pusher:
@@ -145,11 +147,11 @@ class Pusher:
         for _, payload in self._transport.notifications():
             match read(payload):
                 case Registration() as registration:
-                    lane.host.registered(registration)
+                    lane.pair.registered(registration)
                 case other:
                     raise ValueError(f"{DECODE} sent {other}")
         lane.writer.turn()
-        waits = NOTIFICATION_POLL_S if not lane.host.all_known.is_set() else IDLE_POLL_S
+        waits = NOTIFICATION_POLL_S if not lane.pair.all_known.is_set() else IDLE_POLL_S
         now = time.perf_counter()
         due = lane.writer.next_due(now)
         return waits if due is None else max(0.0, min(due - now, waits)), lane.writer.polls_layers

@@ -148,11 +148,11 @@ class PrefillEnd:
         lane = bench.lanes[next(iter(STREAMS)) if way == OFF else way]
         names = () if way == OFF else self._names(len(draws))
         lane.meter.forget()
-        lane.host.expects(names)
+        lane.pair.expects(names)
         self._pusher.serve(lane)
         for name, each in zip(names, draws, strict=bool(names)):
             self._ask(Register(name, each.targets))
-        if names and not lane.host.all_known.wait(LAND_TIMEOUT_S):
+        if names and not lane.pair.all_known.wait(LAND_TIMEOUT_S):
             raise PushError(f"{way}, {case}: D's registrations did not arrive")
         cpu_s, writer_queued = self._pusher.cpu_s, self._pusher.queued_s()
         self._store_cached(lane, case, prompts)
@@ -250,13 +250,13 @@ class PrefillEnd:
 
     def _await(self, lane: Lane, where: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not lane.host.all_over.wait(1.0):
+        while not lane.pair.all_over.wait(1.0):
             if self._pusher.failure is not None:
                 raise PushError(f"{where}: the writer thread has died") from self._pusher.failure
             if time.monotonic() > deadline:
                 raise PushError(f"{where}: the push did not end within {seconds:.0f} s")
-        if lane.host.problems:
-            raise PushError(f"{where}: {'; '.join(lane.host.problems)}")
+        if lane.pair.problems:
+            raise PushError(f"{where}: {'; '.join(lane.pair.problems)}")
 
     def _ceiling(self, size: int) -> float:
         """Seconds of one WRITE of one descriptor, from ring to ring, while P and D do nothing else."""

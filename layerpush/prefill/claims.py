@@ -35,7 +35,8 @@ from layerpush.prefill import claim_protocol as protocol
 from layerpush.prefill.claim_protocol import Action, Answer, Event, State
 from layerpush.prefill.claim_session import IN_USE, Claim
 from layerpush.prefill.claim_table import ClaimTable
-from layerpush.prefill.decode_peers import DecodePeers, address_of
+from layerpush.prefill.decode_peers import DecodePeers
+from layerpush.prefill.links import address_of
 from layerpush.prefill.pairing import Named, Pairing
 from layerpush.prefill.prompt_requests import PromptRequest, PromptRequests
 from layerpush.prefill.prompt_requests import State as PromptState
@@ -60,6 +61,7 @@ id to two requests, and they may come in any order.
 NO_REQUEST = "no such request came to the prefill engine"
 SPARE_ANSWER = "the prefill engine has one answer to the prompt, and the decode engine's request wants several (n)"
 OTHER_PROMPT = "the prefill engine's request of this id has another prompt"
+RESTARTED = "the decode engine was restarted after it had registered"
 
 
 class Claims:
@@ -176,7 +178,7 @@ class Claims:
 
     # From the writer.
 
-    def take(self, request_id: str, now: float) -> Registration | None:
+    def take_registration(self, request_id: str, now: float) -> Registration | None:
         """A request has begun. Returns the registration that came before it, if one did: the one that names it exactly,
         else the newest that may mean it, because a router that tries again leaves older ones behind. Stock engines
         never cancel these.
@@ -207,14 +209,18 @@ class Claims:
             return True
         return False
 
-    def is_current(self, registration: Registration) -> bool:
-        """Whether the engine that we are connected to is the process that sent this registration.
+    def refusal(self, registration: Registration) -> str | None:
+        """The reason why nothing may be written to the connected engine for this registration; None if something may.
 
-        An engine that was restarted under its old name has given these blocks to other requests.
+        Its connection is closing, or it is not the process that sent the registration: an engine that was restarted
+        under its old name has given these blocks to other requests.
         """
+        closing = self.peers.closing(registration.decode_engine_id)
+        if closing is not None:
+            return closing
         claim = self._claims.get(registration.key)
         agents = self._connections.agents(registration.decode_engine_id)
-        return claim.is_equal(registration) and not claim.senders.isdisjoint(agents)
+        return None if claim.is_equal(registration) and not claim.senders.isdisjoint(agents) else RESTARTED
 
     def report_failure(self, report: ReportFailure, now: float) -> None:
         """Send the decode engine a push's failure: no completion will come."""
@@ -229,8 +235,8 @@ class Claims:
         if registration.layerpush:
             self._answer(registration, FirstToken(registration.request_id, action.token, action.other), now)
 
-    def ended(self, request_id: str, failure: str | None, now: float) -> None:
-        """A request is over here. Decode engines that wait for it, or register it soon, get the ``failure``."""
+    def push_ended(self, request_id: str, failure: str | None, now: float) -> None:
+        """A push is over, or never began. Decode engines that wait for it, or register it soon, get the ``failure``."""
         self._take_arrivals(now)
         prompt = self._prompts.get(request_id)
         for claim in self._claims.unwanted_for(prompt):

@@ -15,8 +15,9 @@ from functools import partial
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.bounded_index import BoundedIndex
 from layerpush.core.liveness import Verdict
-from layerpush.core.wire import Cancel, Cancelled, Fail, Ping, Pong, Registration, Unregister, encode
+from layerpush.core.wire import Cancelled, Fail, Ping, Pong, Registration, encode
 from layerpush.prefill.claim_protocol import Answer
+from layerpush.prefill.links import address_of
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.connections import Address, Connections, Probe
@@ -162,8 +163,3 @@ class DecodePeers:
                 del self._closing[engine_id]
                 self._connections.forget(engine_id)
                 yield engine_id
-
-
-def address_of(message: Registration | Cancel | Unregister) -> Address:
-    """The address of the engine that sent a message."""
-    return Address(message.decode_engine_id, message.decode_host, message.decode_port, message.decode_tp_size)

@@ -11,10 +11,10 @@ Ownership:
 - The push owns ``transfers``, its WRITEs on the wire, upstream's included. The writer calls ``poll`` each turn. A
   WRITE to several decode ranks is over, for the session, when the last of its transfers is.
 - The record has the times and the outcome. It goes to the trace when the push is closed.
-- ``Shared`` has the objects that all pushes of a rank use.
+- ``PushServices`` has the objects that all pushes of a rank use.
 
 The end: ``fail`` is for errors outside the session, and may come at any time. When the session is ``CLOSED`` and no
-WRITE is on the wire, the push leaves the writer's table (``Shared.closed``). It is counted before its blocks are
+WRITE is on the wire, the push leaves the writer's table (``PushServices.closed``). It is counted before its blocks are
 released: after the release the engine may stop stepping and reporting.
 
 Other threads may read ``in_flight``, the record's ``outcome``, and the session's ``state`` and ``registration``.
@@ -25,14 +25,17 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from layerpush.core.push_policy import LATE_REGISTRATION
 from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
 from layerpush.core.write import WHOLE, MismatchError
+from layerpush.prefill.links import Links
 from layerpush.prefill.push_protocol import (
     Action,
     CancelledByD,
@@ -57,70 +60,43 @@ from layerpush.prefill.push_protocol import (
     WriteLost,
 )
 from layerpush.prefill.push_session import PushSession
-from layerpush.prefill.step_events import StepEvents
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import ChunkRecord, PushRecord, WriteSums
-from layerpush.transport.base import PeerLostError, Transport, TransportError, WriteState
+from layerpush.transport.base import PeerLostError, TransportError, WriteState
 from layerpush.transport.link import Link
 from layerpush.transport.link_speed import LinkSpeed
 from layerpush.transport.transfer import Transfer
 from layerpush.transport.writes import Writes
+
+if TYPE_CHECKING:
+    from layerpush.compat.push_worker import VllmPushWorker
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 BlockIds = tuple[list[int], ...]
 
 
-class PeerRefusedError(RuntimeError):
-    """Nothing may be written to the connected decode engine. The text has the reason."""
+class Registry(Protocol):
+    """``Claims``, as far as pushes use it. Writer thread."""
 
-
-class Host(Protocol):
-    """The worker, as far as pushes use it. Writer thread."""
-
-    def connect(self, push: Push, registration: Registration) -> Link | None:
-        """The link to a decode engine. None while a handshake runs: ``Push.handshake_ended`` follows. If the handshake
-        has just ended, it is called before the return.
-
-        Raises ``PeerRefusedError``. Any exception ends the push.
-        """
-
-    def take_registration(self, request_id: str) -> Registration | None:
+    def take_registration(self, request_id: str, now: float) -> Registration | None:
         """The registration that came before its request, if one did."""
 
-    def is_unwanted(self, request_id: str) -> bool:
+    def is_unwanted(self, request_id: str, now: float) -> bool:
         """Whether D cancelled or declined the request, or P refused its registration, before the request was there."""
 
-    def delegate(self, push: Push, registration: Registration) -> None:
-        """Have upstream push the request whole; its WRITEs come back through ``PushWriter.adopt``."""
+    def refusal(self, registration: Registration) -> str | None:
+        """The reason why nothing may be written to the connected engine for a registration; None if something may."""
 
-    def report_failure(self, report: ReportFailure) -> None:
-        """Report to the decode engine that no completion will come. Raises nothing."""
+    def report_failure(self, report: ReportFailure, now: float) -> None:
+        """Report to the decode engine that no completion will come."""
 
-    def send_first_token(self, action: SendFirstToken) -> None:
-        """Send the decode engine the first token, or None if no token fits its request. Raises nothing."""
+    def send_first_token(self, action: SendFirstToken, now: float) -> None:
+        """Send the decode engine the first token, or None if no token fits its request."""
 
-    def ended(self, request_id: str, failure: str | None) -> None:
-        """A push is over, or never began. ``failure`` is the reason if no completion was sent. Raises nothing."""
-
-    def peer_lost(self, decode_engine_id: str) -> None:
-        """The connection to a decode engine is gone. Raises nothing."""
-
-    def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
-        """One of upstream's WRITEs is over; its handle is still valid."""
-
-    def pushed_by_layer(self, written: WriteSums, transfer_s: float) -> None:
-        """A push by layer is complete. ``transfer_s``: seconds with at least one WRITE on the wire. Raises nothing."""
-
-    def failed_by_layer(self) -> None:
-        """A push by layer has failed. Raises nothing."""
-
-    def completion(self, registration: Registration) -> bytes:
-        """This rank's completion, as a notification."""
-
-    def release(self, request_id: str) -> None:
-        """Report the request as sent, so that the scheduler frees its blocks."""
+    def push_ended(self, request_id: str, failure: str | None, now: float) -> None:
+        """A push is over, or never began. ``failure`` is the reason if no completion was sent."""
 
 
 @dataclass(frozen=True)
@@ -137,29 +113,36 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """The objects that all pushes of one rank use. A WRITE on the wire for more than ``write_timeout_s`` seconds is
-    overdue. ``take_revoked`` handles revocations that wait in ``step_events``; ``changed`` takes a push whose state or
-    transfers have changed, ``closed`` one that is over.
+class PushServices:
+    """The objects that all pushes of one rank use. ``is_revoked`` returns whether a push's blocks have been taken from
+    its request; then it has handed the revocation to the push. ``changed`` takes a push whose state or transfers have
+    changed, ``closed`` one that is over.
     """
 
+    links: Links
+    worker: VllmPushWorker
     writes: Writes
-    transport: Transport
-    step_events: StepEvents
-    host: Host
-    trace: TraceFile
     meter: PushMeter
-    write_timeout_s: float
+    trace: TraceFile
     link_speed: Callable[[str], LinkSpeed]
-    take_revoked: Callable[[], None]
+    is_revoked: Callable[[Push], bool]
     changed: Callable[[Push], None]
     closed: Callable[[Push], None]
+
+
+@contextmanager
+def logged(what: str, request_id: str) -> Iterator[None]:
+    """An error is logged and goes no further: it must not end another push, nor this one once more."""
+    try:
+        yield
+    except Exception:
+        logger.exception("layerpush: %s failed (request %s)", what, request_id)
 
 
 class Push:
     """See the module's text. Times are in seconds of ``time.perf_counter``."""
 
-    def __init__(self, session: PushSession, record: PushRecord, shared: Shared) -> None:
+    def __init__(self, session: PushSession, record: PushRecord, registry: Registry, services: PushServices) -> None:
         self.session = session
         self.record = record
         self.request_id = session.request_id
@@ -175,7 +158,8 @@ class Push:
         self.transfer_s = 0.0
         """Seconds for which at least one WRITE was on its way."""
         self.written = WriteSums()
-        self._shared = shared
+        self._registry = registry
+        self._services = services
         self._link: Link | None = None
         self._losses: dict[int, _Loss] = {}
         self._polled_at = -math.inf
@@ -215,11 +199,8 @@ class Push:
         try:
             if self.session.state is not State.CLOSED:
                 self._act(event)
-        except MismatchError as error:
-            self.fail(str(error))
-        except Exception as error:  # a broken invariant or a failing host ends this push, never the writer thread
-            logger.exception("push of %s failed on %s", self.request_id, type(event).__name__)
-            self.fail(f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001  a broken invariant ends this push, never the writer thread
+            self._fail_by(error, type(event).__name__)
         self._close_if_over()
 
     def fail(self, reason: str) -> None:
@@ -230,6 +211,14 @@ class Push:
                 self._log_failure(logging.ERROR, reason)
             self._act(Failed(reason))
         self._close_if_over()
+
+    def _fail_by(self, error: Exception, what: str) -> None:
+        """An exception of ours or of vLLM's ends the push. ``what`` was being done."""
+        if isinstance(error, MismatchError | TransportError):
+            self.fail(str(error))
+            return
+        logger.error("push of %s failed on %s", self.request_id, what, exc_info=error)
+        self.fail(f"{type(error).__name__}: {error}")
 
     def planned(self, chunk: ChunkPlan, step: int, at: float) -> None:
         """Note in the record that a step took up a chunk."""
@@ -248,14 +237,23 @@ class Push:
         self.record.t_registered = time.perf_counter()
         self.handle(Registered(registration))
 
-    def handshake_ended(self, error: str | None) -> None:
-        """The handshake that ``Host.connect`` started is over; ``error`` is the reason of its failure, or None."""
+    def handshake_ended(self, error: str | None, _at: float) -> None:
+        """The handshake that ``_connect`` began is over; ``error`` is the reason of its failure, or None."""
         if self.session.state is not State.CONNECTING:
             return
         if error is not None:
             self.fail(f"handshake with the decode engine failed: {error}")
         elif self.session.registration is not None:
             self._connect(Connect(self.session.registration))
+
+    def begin_whole(self, begin: Callable[[], None]) -> None:
+        """Call ``begin``, which has vLLM push the request whole, if that is still to be done."""
+        if not self.is_delegated:
+            return
+        try:
+            begin()
+        except Exception as error:  # noqa: BLE001  vLLM's code may raise anything: this push cannot go on
+            self._fail_by(error, "its whole-request push")
 
     def adopt(self, transfer: Transfer, decode_engine_id: str, decode_request_id: str) -> None:
         """Upstream has posted one of its whole-request WRITEs."""
@@ -278,7 +276,7 @@ class Push:
             try:
                 state = transfer.poll()
                 if transfer.needs_polling and self._link is not None:  # its copies may have ended just now
-                    speed = self._shared.link_speed(self._link.engine_id)
+                    speed = self._services.link_speed(self._link.engine_id)
                     speed.posted_at((self.request_id, transfer.write), transfer.on_wire_at)
                 if state is WriteState.PENDING:
                     continue
@@ -286,7 +284,7 @@ class Push:
                 error = failure
             self._ended(transfer, error)
         since = min((transfer.record.t_posted for transfer in self.transfers), default=math.inf)
-        self._polled_at, timeout_s = time.perf_counter(), self._shared.write_timeout_s
+        self._polled_at, timeout_s = time.perf_counter(), self._services.writes.timeout_s
         if self.session.failure is None and self._polled_at - since >= timeout_s:
             self.fail(f"a WRITE is on the wire for more than {timeout_s:g} s (write_timeout_s)")
 
@@ -294,7 +292,7 @@ class Push:
 
     def _act(self, event: Event) -> None:
         actions = self.session.handle(event, time.perf_counter())
-        self._shared.changed(self)
+        self._services.changed(self)
         for action in actions:
             self.ACTIONS[type(action)](self, action)
 
@@ -302,33 +300,39 @@ class Push:
         registration = action.registration
         self.record.decode_request_id = registration.request_id
         self.record.decode_engine_id = registration.decode_engine_id
+        links = self._services.links
         try:
-            link = self._shared.host.connect(self, registration)
-        except PeerRefusedError as error:
-            self.fail(str(error))
-            return
-        except Exception as error:  # noqa: BLE001  a host that fails: this push cannot go on
+            if not links.is_connected(registration):
+                links.connect(registration, self.handshake_ended)
+                return
+            refusal = self._refusal(registration)
+            if refusal is not None:
+                self.fail(refusal)
+                return
+            link = self._link = links.to(registration)
+        except Exception as error:  # noqa: BLE001  vLLM's code may raise anything: this push cannot go on
             self.fail(f"{type(error).__name__}: {error}")
             return
-        if link is None:  # `handshake_ended` follows, or was called meanwhile
-            return
-        self._link = link
         if link.refusal is not None:
             self.record.fallback = link.refusal
             self.handle(Refused())
         else:
             self.handle(Connected())
 
+    def _refusal(self, registration: Registration) -> str | None:
+        """The reason why nothing may be written to the connected engine for a registration; None if something may."""
+        return self._registry.refusal(registration) or self._services.links.refusal(registration)
+
     def _post(self, action: Post) -> None:
         assert self._link is not None
-        write, speed, posted = action.write, self._shared.link_speed(self._link.engine_id), list[Transfer]()
+        write, speed, posted = action.write, self._services.link_speed(self._link.engine_id), list[Transfer]()
         try:
-            for transfer in self._shared.writes.post(write, self._link, speed):
+            for transfer in self._services.writes.post(write, self._link, speed):
                 posted.append(transfer)
                 self._on_the_wire(transfer)
         except Exception as error:  # noqa: BLE001  after any error the session must know that this WRITE is lost
             self._note_loss(write.id, f"a WRITE could not be posted: {error}", isinstance(error, PeerLostError))
-            self._shared.meter.lost()
+            self._services.meter.lost()
         if posted:
             descriptors = sum(transfer.record.runs or 0 for transfer in posted)
             at = min(transfer.on_wire_at for transfer in posted)
@@ -336,30 +340,26 @@ class Push:
         self._end_write(write.id, seen=time.perf_counter())
 
     def _notify(self, action: Notify) -> None:
-        shared, registration = self._shared, action.registration
-        if shared.step_events.is_void(self.request_id, self.step):
-            shared.take_revoked()
+        if self._services.is_revoked(self):
             return
         assert self._link is not None
-        payload = shared.host.completion(registration)
         try:
-            for route in self._link.routes:
-                shared.transport.notify(route.agent, payload)
+            self._services.links.complete(self._link, action.registration)
         except TransportError as error:
             if isinstance(error, PeerLostError):
-                shared.host.peer_lost(registration.decode_engine_id)
+                self._services.links.lost(self._link.engine_id)
             self.fail(f"the completion could not be sent: {error}")
             return
         self.record.t_notified = time.perf_counter()
         self.handle(Notified())
 
     def _delegate(self, action: Delegate) -> None:
-        host, record, registration = self._shared.host, self.record, action.registration
+        record, registration = self.record, action.registration
         if registration is None:
-            registration = host.take_registration(self.request_id)
+            registration = self._registry.take_registration(self.request_id, time.perf_counter())
             if registration is not None:
                 self._claim(registration)
-            elif host.is_unwanted(self.request_id) and self.is_unclaimed:
+            elif self._registry.is_unwanted(self.request_id, time.perf_counter()) and self.is_unclaimed:
                 self.handle(CancelledByD())
             return
         record.decode_request_id = registration.request_id
@@ -367,10 +367,21 @@ class Push:
         if record.mode != "request" and record.fallback is None:
             record.fallback = LATE_REGISTRATION
         record.mode = "request"
-        host.delegate(self, registration)
+        self._services.links.connect(registration, partial(self._push_whole, registration))
+
+    def _push_whole(self, registration: Registration, error: str | None, _at: float) -> None:
+        """The decode engine is connected, or cannot be for the reason ``error``."""
+        if not self.is_delegated:
+            return
+        reason = error or self._refusal(registration)
+        if reason is not None:
+            self.fail(reason)
+            return
+        self.begin_whole(partial(self._services.links.push_whole, self.request_id, self.blocks, registration))
 
     def _report_failure(self, action: ReportFailure) -> None:
-        self._shared.host.report_failure(action)
+        with logged("a failure report", self.request_id):
+            self._registry.report_failure(action, time.perf_counter())
 
     def _report_rewind(self, action: ReportRewind) -> None:
         logger.error(
@@ -378,14 +389,15 @@ class Push:
             self.request_id,
             action.registration.request_id,
         )
-        self._shared.meter.rewound()
+        self._services.meter.rewound()
 
     def _send_first_token(self, action: SendFirstToken) -> None:
-        self._shared.host.send_first_token(action)
+        with logged("a first token", self.request_id):
+            self._registry.send_first_token(action, time.perf_counter())
 
     def _release(self, _: Release) -> None:
         self._account()
-        self._shared.host.release(self.request_id)
+        self._services.worker.report_sent(self.request_id)
 
     ACTIONS: ClassVar[dict[type[Action], Callable[..., None]]] = {
         Connect: _connect,
@@ -404,22 +416,22 @@ class Push:
             self.register(registration)
             return
         reason = self.session.failure or "the prefill request has ended"
-        self._shared.host.report_failure(ReportFailure(registration, self.session.epoch, reason, drained=True))
+        self._report_failure(ReportFailure(registration, self.session.epoch, reason, drained=True))
 
     # Its WRITEs.
 
     def _on_the_wire(self, transfer: Transfer) -> None:
         self.transfers.append(transfer)
-        self._shared.changed(self)
+        self._services.changed(self)
         self.note_busy(transfer.record.t_post)
-        if self._shared.trace.enabled:
+        if self._services.trace.enabled:
             self.record.writes.append(transfer.record)
 
     def _ended(self, transfer: Transfer, error: TransportError | None) -> None:
         """A WRITE to one decode rank has landed, or has failed with ``error``."""
-        shared, record, whole = self._shared, transfer.record, transfer.write == WHOLE.id
+        services, record, whole = self._services, transfer.record, transfer.write == WHOLE.id
         self.transfers.remove(transfer)
-        shared.changed(self)
+        services.changed(self)
         if error is None:
             record.t_landed = self.record.t_last_landed = time.perf_counter()
         else:
@@ -430,10 +442,10 @@ class Push:
             elif error is None:
                 self.written.add(record)
             if error is None:
-                shared.meter.landed(record, record.plan, whole=whole)
+                services.meter.landed(record, record.plan, whole=whole)
             elif not transfer.halted:
-                shared.meter.lost()
-            shared.writes.release(transfer)
+                services.meter.lost()
+            services.writes.release(transfer)
         except Exception as defect:  # the session must know of the end, or the push would drain for ever
             logger.exception("push of %s: a WRITE that has ended could not be accounted for", self.request_id)
             self._note_loss(transfer.write, f"{type(defect).__name__}: {defect}", peer_lost=False)
@@ -446,7 +458,7 @@ class Push:
             decode_id = self.record.decode_request_id
             logger.error("whole-request push of %s to %s failed: %s", self.request_id, decode_id, why)
         try:
-            self._shared.host.whole_write_ended(self.request_id, transfer, landed)
+            self._services.worker.whole_write_ended(self.request_id, transfer, landed)
         except Exception as error:  # noqa: BLE001  upstream's accounts may fail; the session must know of the end
             self._note_loss(WHOLE.id, f"{type(error).__name__}: {error}", peer_lost=False)
 
@@ -462,14 +474,14 @@ class Push:
             return
         loss = self._losses.pop(write, None)
         if self._link is not None and write != WHOLE.id:
-            self._shared.link_speed(self._link.engine_id).ended(
+            self._services.link_speed(self._link.engine_id).ended(
                 (self.request_id, write), time.perf_counter(), landed=loss is None, seen=seen
             )
         if loss is None:
             self.handle(WriteLanded(write))
             return
         if loss.peer_lost and self.record.decode_engine_id is not None:
-            self._shared.host.peer_lost(self.record.decode_engine_id)
+            self._services.links.lost(self.record.decode_engine_id)
         if write != WHOLE.id:  # the first loss is logged already
             self._log_failure(logging.ERROR if self.session.failure is None else logging.DEBUG, loss.reason)
         self.handle(WriteLost(write, loss.reason))
@@ -499,7 +511,7 @@ class Push:
     def _close_if_over(self) -> None:
         if self.session.state is State.CLOSED and not self.in_flight:
             self._account()
-            self._shared.closed(self)
+            self._services.closed(self)
 
     def _account(self) -> None:
         """Count a push that has ended, once. Comes before the report to the engine, which may then stop stepping."""
@@ -507,13 +519,13 @@ class Push:
         if record.outcome != "pending":
             return
         record.outcome, record.reason = self.session.outcome, self.session.failure
-        self._shared.meter.closed(record, self.exposed_s, self.transfer_s)
+        self._services.meter.closed(record, self.exposed_s, self.transfer_s)
         if record.mode == "request" or record.decode_request_id is None:
             return  # vLLM counts its own WRITEs, and requests that no D has wanted
         if record.outcome == "completed" and self.written.bytes:
-            self._shared.host.pushed_by_layer(self.written, self.transfer_s)
+            self._services.worker.transfer_stats.pushed(self.written, self.transfer_s)
         elif record.outcome == "failed":
-            self._shared.host.failed_by_layer()
+            self._services.worker.transfer_stats.failed()
 
 
 @dataclass(slots=True)

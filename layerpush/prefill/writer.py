@@ -14,7 +14,7 @@ While a step is being computed, ``LayerInterval`` tells when the writer looks fo
 one ends a sleep (``polls_layers``). A revocation ends any sleep. So do a step's last layer and its end, unless an
 earlier event waits for its fence: the writer polls fences.
 
-Nothing here knows vLLM: ``Host`` stands for the engine's worker. Every method runs on the writer thread, but for
+Every method runs on the writer thread, but for
 ``writes_in_flight``, ``engines_in_use``, ``waiting`` and ``active``: any thread may call those. A push that is over may
 stay in the table for a moment.
 """
@@ -25,6 +25,8 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from layerpush.core.config import PushMode
 from layerpush.core.layout import CacheLayout
@@ -32,7 +34,8 @@ from layerpush.core.push_policy import SHORT_PROMPT, Policy
 from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
 from layerpush.prefill.layer_interval import FENCE_POLL_S, LONGEST_S, LayerInterval
-from layerpush.prefill.push import Host, Identity, Push, Shared
+from layerpush.prefill.links import Links
+from layerpush.prefill.push import Identity, Push, PushServices, Registry, logged
 from layerpush.prefill.push_protocol import (
     Aborted,
     CancelledByD,
@@ -58,10 +61,11 @@ from layerpush.prefill.unhooked_layers import UnhookedLayers
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord
-from layerpush.transport.base import Transport
-from layerpush.transport.gather.strategy import PackingStrategy
 from layerpush.transport.transfer import Transfer
 from layerpush.transport.writes import Writes
+
+if TYPE_CHECKING:
+    from layerpush.compat.push_worker import VllmPushWorker
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -70,43 +74,42 @@ RELEASE_RETRY_S = 1.0
 
 
 class PushWriter:
-    """See the module's text. A WRITE that is on the wire for more than ``write_timeout_s`` seconds fails its push."""
+    """See the module's text."""
+
+    registry: Registry
+    """Set before the first turn: it asks for pushes, as pushes ask for it."""
 
     def __init__(
         self,
         identity: Identity,
         layout: CacheLayout,
         policy: Policy,
-        transport: Transport,
+        writes: Writes,
         step_events: StepEvents,
-        host: Host,
+        links: Links,
+        worker: VllmPushWorker,
         trace: TraceFile,
-        write_timeout_s: float,
         meter: PushMeter,
-        strategy: PackingStrategy | None = None,
     ) -> None:
         self._identity = identity
         self._layout = layout
         self._policy = policy
         self._step_events = step_events
-        self._host = host
         self._trace = trace
-        self._writes = Writes(transport, layout, strategy)
+        self._writes = writes
         self._layer_groups = tuple(layer.group for layer in layout.layers)
         self._layer_interval = LayerInterval()
         self._schedule = StepSchedule(len(self._layer_groups), self._layer_interval)
         self._unhooked = UnhookedLayers(identity.model, layout, identity.captured_tokens)
         self._pushes = PushTable()
-        self._shared = Shared(
-            self._writes,
-            transport,
-            step_events,
-            host,
-            trace,
+        self._services = PushServices(
+            links,
+            worker,
+            writes,
             meter,
-            write_timeout_s,
+            trace,
             self._schedule.link,
-            self._take_revoked,
+            self._is_revoked,
             self._pushes.changed,
             self._closed,
         )
@@ -171,10 +174,16 @@ class PushWriter:
                     # It ended before the writer saw its first step. It counts as a push.
                     push = self._open(request_id, streams=True)
                 else:
-                    self._host.ended(request_id, event.reason)
+                    self._report_ended(request_id, event.reason)
             if push is not None and push.session.accepts(type(event)):
                 logger.info("push of %s: %s", request_id, event.reason)
                 push.handle(event)
+
+    def _is_revoked(self, push: Push) -> bool:
+        if not self._step_events.is_void(push.request_id, push.step):
+            return False
+        self._take_revoked()
+        return True
 
     def _begin_step(self, event: StepStarted, at: float) -> None:
         self._take_revoked()
@@ -197,7 +206,7 @@ class PushWriter:
             else:
                 self._step.append((push, chunk))
             if push.session.state is State.WAITING:
-                registration = self._host.take_registration(push.request_id)
+                registration = self.registry.take_registration(push.request_id, time.perf_counter())
                 if registration is not None:
                     push.register(registration)
 
@@ -246,7 +255,7 @@ class PushWriter:
             mode=mode,
             fallback=fallback,
         )
-        push = Push(session, record, self._shared)
+        push = Push(session, record, self.registry, self._services)
         self._pushes.add(push)
         return push
 
@@ -254,7 +263,11 @@ class PushWriter:
         if self._pushes.get(push.request_id) is push:
             self._pushes.remove(push)
             self._trace.add(push.record)
-            self._host.ended(push.request_id, push.session.failure)
+            self._report_ended(push.request_id, push.session.failure)
+
+    def _report_ended(self, request_id: str, failure: str | None) -> None:
+        with logged("an ending", request_id):
+            self.registry.push_ended(request_id, failure, time.perf_counter())
 
     def _poll(self) -> None:
         self._writes.release_leftovers(time.perf_counter(), RELEASE_RETRY_S)
@@ -317,7 +330,7 @@ class PushWriter:
     def cancel(self, request_id: str, key: tuple[str, str]) -> bool:
         """The decode engine cancels its registration ``key``: it wants the blocks back.
 
-        True if no WRITE for it is or will be on the wire; else ``Host.report_failure`` follows.
+        True if no WRITE for it is or will be on the wire; else ``Registry.report_failure`` follows.
         """
         push = self._pushes.get(request_id)
         if push is None or push.session.registration is None or push.session.registration.key != key:
@@ -357,6 +370,12 @@ class PushWriter:
         """Fail every push."""
         for push in list(self._pushes.values()):
             push.fail(reason)
+
+    def push_deferred(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None:
+        """vLLM's whole-request push had to wait for a handshake, which is over."""
+        push = self._pushes.get(request_id)
+        if push is not None:
+            push.begin_whole(partial(self._services.worker.push_whole, request_id, blocks, registration))
 
     def adopt(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_request_id: str) -> None:
         """Watch one of upstream's whole-request WRITEs."""
@@ -415,11 +434,6 @@ class PushWriter:
     def is_draining(self) -> bool:
         """Whether a push that has ended still waits for its WRITEs."""
         return bool(self._pushes.draining)
-
-    def is_delegated(self, request_id: str) -> bool:
-        """Whether upstream is to push this request whole, and has not begun."""
-        push = self._pushes.get(request_id)
-        return push is not None and push.is_delegated
 
     def serving(self, key: tuple[str, str]) -> str | None:
         """The live request that serves a registration."""

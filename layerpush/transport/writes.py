@@ -23,6 +23,7 @@ Rules:
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 
@@ -39,9 +40,18 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Writes:
-    """All WRITEs of one prefill rank. Without ``strategy`` none is staged."""
+    """All WRITEs of one prefill rank. Without ``strategy`` none is staged. One that is on the wire for more than
+    ``timeout_s`` seconds is overdue: its push fails.
+    """
 
-    def __init__(self, transport: Transport, layout: CacheLayout, strategy: PackingStrategy | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        layout: CacheLayout,
+        strategy: PackingStrategy | None = None,
+        timeout_s: float = math.inf,
+    ) -> None:
+        self.timeout_s = timeout_s
         self._transport = transport
         self._strategy = strategy
         self._planner = DirectPlanner(layout)

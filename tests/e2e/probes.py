@@ -186,7 +186,7 @@ def tables_of_peers(host: HostedEngine) -> dict[str, list[str]]:
         "_engine_clock_offset", "_engine_last_active", "_handshakes",
     )  # fmt: skip
     tables = {name: list(getattr(worker, name)) for name in names}
-    tables |= {"links": list(worker._host._links), "idle": list(idle_connections_of(worker)._idle)}
+    tables |= {"links": list(worker.links._links), "idle": list(idle_connections_of(worker)._idle)}
     return {name: [each for each in table if each != worker.engine_id] for name, table in tables.items()}
 
 

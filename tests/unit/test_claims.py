@@ -34,10 +34,11 @@ from layerpush.prefill.claims import (
     OTHER_PROMPT_S,
     PROBES,
     QUEUED_EVERY_S,
+    RESTARTED,
     SPARE_ANSWER,
     Claims,
 )
-from layerpush.prefill.decode_peers import address_of
+from layerpush.prefill.links import address_of
 from layerpush.prefill.pairing import Pairing
 from layerpush.prefill.prompt_requests import ELSEWHERE_S, ENDED_S
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
@@ -171,8 +172,10 @@ class World(Town):
         )
         self.begin(*begun)
         self.closing = self.claims.peers.closing
-        self.is_current = self.claims.is_current
         self.peers.on_lost = self.claims.peers.lost
+
+    def is_current(self, registration: Registration) -> bool:
+        return self.claims.refusal(registration) != RESTARTED
 
     def says(self, registration: Registration, sender: str = "d-0") -> None:
         self.claims.on_registration(sender, registration, self.now)
@@ -215,7 +218,7 @@ class World(Town):
         self.settle()
 
     def ends(self, request_id: str, failure: str | None = "aborted") -> None:
-        self.claims.ended(request_id, failure, self.now)
+        self.claims.push_ended(request_id, failure, self.now)
         self.settle()
 
     def loses(self, *engines: str) -> None:
@@ -240,7 +243,7 @@ class World(Town):
         """The request begins, unless it has; the registration of it that came before is served."""
         if request_id in self.taken:
             return self.taken.pop(request_id)
-        registration = self.claims.take(request_id, self.now)
+        registration = self.claims.take_registration(request_id, self.now)
         if registration is not None:
             self.writer.live[registration.key] = request_id
         return registration

@@ -163,13 +163,13 @@ def test_a_push_is_counted_once_and_before_its_release(faults: Faults) -> None:
     """The engine may stop stepping then, and so its reports."""
     metered = Metered(faults)
     seen: list[tuple[int, int]] = []
-    release = metered.rig.host.release
+    report_sent = metered.rig.host.report_sent
 
     def released(request_id: str) -> None:
         seen.append((measured(metered.recorder).counted(PUSHES), metered.rig.writer.active))
-        release(request_id)
+        report_sent(request_id)
 
-    metered.rig.host.release = released  # type: ignore[method-assign]
+    metered.rig.host.report_sent = released  # type: ignore[method-assign]
     assert pushes(metered.run()) == {}
     assert seen == [(1, 0)]
     assert metered.rig.totals.outcomes.total() == 1
@@ -214,7 +214,9 @@ def test_every_end_has_its_label(push: PushRecord, outcome: str, reason: str | N
 
 
 def push_of(rig: Rig | None = None) -> Push:
-    return Push(PushSession("p", (0,), (16,), Policy()), record("pending", "layer"), (rig or Rig()).writer._shared)
+    writer = (rig or Rig()).writer
+    session = PushSession("p", (0,), (16,), Policy())
+    return Push(session, record("pending", "layer"), writer.registry, writer._services)
 
 
 def test_exposed_time_is_unknown_without_a_start_time() -> None:

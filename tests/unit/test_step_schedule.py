@@ -183,7 +183,7 @@ def test_the_writer_turns_at_once_if_a_push_begins_to_stream_after_a_turn(monkey
 
     def between() -> None:
         if not timeouts:
-            rig.host.connecting["p-1"].handshake_ended(None)
+            rig.host.connecting["p-1"](None, 0.0)
         timeouts.append(rig.sleep_s)
 
     rig.step((prompt, TOKENS), between=between)

@@ -68,7 +68,7 @@ def test_a_handshake_in_the_background_delays_the_first_write() -> None:
     rig.host.links["D"] = [None]
     rig.step((prompt, 12))
     assert rig.fabric.writes == []
-    rig.host.connecting["p-1"].handshake_ended(None)
+    rig.host.connecting["p-1"](None, 0.0)
     rig.step((prompt, 12))
     rig.settle()
     rig.assert_delivered(prompt, wanted)

@@ -9,7 +9,6 @@ import time
 import pytest
 
 from layerpush.core.wire import Registration
-from layerpush.prefill.push import PeerRefusedError
 from tests.support.fake_transport import Faults
 from tests.unit.writer_rig import Prompt, Rig
 
@@ -105,7 +104,7 @@ def test_a_peer_death_during_writes_ends_the_push() -> None:
     rig.settle(5)
     rig.assert_clean()
     assert rig.host.released == ["p-1"]
-    assert set(rig.host.lost) == {"D"}
+    assert set(rig.host.disconnected) == {"D"}
     assert [drained for _, drained, _ in rig.host.reported_failures()] == [False, True]
 
 
@@ -120,22 +119,22 @@ def test_a_peer_death_before_the_completion_ends_the_push() -> None:
     assert record.outcome == "failed"
     assert "completion could not be sent" in (record.reason or "")
     assert rig.host.released == ["p-1"]
-    assert rig.host.lost == ["D"]
+    assert rig.host.disconnected == ["D"]
     assert rig.host.reported_failures() == [(record.reason, True, False)]
 
 
-@pytest.mark.parametrize("error", [PeerRefusedError("connection refused"), RuntimeError("a bug of the host")])
+@pytest.mark.parametrize("error", ["connection refused", RuntimeError("a bug of the host")])
 @pytest.mark.parametrize("handshake", [None, "succeeds", "fails"])
-def test_an_unreachable_decode_engine_fails_the_push(error: Exception, handshake: str | None) -> None:
+def test_an_unreachable_decode_engine_fails_the_push(error: Exception | str, handshake: str | None) -> None:
     """At once, or when the handshake in the background is over."""
     rig, prompt = registered()
     rig.host.links["D"] = [error] if handshake is None else [None, error]
     rig.step((prompt, 9))
     if handshake == "succeeds":
-        rig.host.connecting["p-1"].handshake_ended(None)
+        rig.host.connecting["p-1"](None, 0.0)
     elif handshake == "fails":
         for _ in range(2):  # a double report
-            rig.host.connecting["p-1"].handshake_ended(str(error))
+            rig.host.connecting["p-1"](str(error), 0.0)
     rig.step((prompt, 13))
     rig.finish(prompt)
     rig.settle()
@@ -276,7 +275,7 @@ def test_a_cancel_during_the_handshake_ends_the_push() -> None:
     rig.step((prompt, 9))
     assert not rig.writer.cancel("p-1", KEY)
     assert [drained for _, drained, _ in rig.host.reported_failures()] == [True]
-    rig.host.connecting["p-1"].handshake_ended(None)
+    rig.host.connecting["p-1"](None, 0.0)
     rig.step((prompt, 13))
     rig.finish(prompt)
     rig.settle()
@@ -317,7 +316,6 @@ def test_a_cancel_during_upstreams_write_waits_for_its_end() -> None:
     rig.finish(prompt)
     assert rig.writer.writes_in_flight("p-1")
     assert not rig.writer.cancel("p-1", KEY)
-    assert not rig.writer.is_delegated("p-1")
     assert (rig.host.failures, rig.host.released) == ([], [])
     rig.settle()
     assert [(drained, cancelled) for _, drained, cancelled in rig.host.reported_failures()] == [(True, True)]
@@ -329,9 +327,10 @@ def test_a_cancel_before_upstreams_handshake_prevents_the_write() -> None:
     rig, prompt = registered()
     rig.host.posts_whole = False
     rig.finish(prompt)
-    assert rig.writer.is_delegated("p-1")
+    assert rig.writer._pushes["p-1"].is_delegated
     assert not rig.writer.cancel("p-1", KEY)
-    rig.host.post_whole("p-1", (prompt.blocks,), rig.host.delegated["p-1"])
+    rig.host.connecting["p-1"](None, 0.0)
+    rig.writer.push_deferred("p-1", (prompt.blocks,), {})
     rig.settle()
     assert rig.fabric.writes == []
     assert rig.host.released == ["p-1"]
@@ -371,7 +370,7 @@ def test_the_loss_of_a_peer_is_reported_before_its_whole_push_drains(end: str) -
     assert [drained for _, drained, _ in rig.host.reported_failures()] in ([], [False])
     rig.fabric.kill("D-0")
     rig.settle()
-    assert rig.host.lost == ["D"]
+    assert rig.host.disconnected == ["D"]
     assert rig.host.reported_failures()[-1][1]
     rig.assert_clean()
 
@@ -382,7 +381,7 @@ def test_a_registration_taken_at_the_end_of_its_push_is_answered() -> None:
     wanted = rig.host.pending.pop(prompt.name)
     rig.step((prompt, TOKENS))
 
-    def taken_as_the_push_ends(request_id: str) -> Registration:
+    def taken_as_the_push_ends(request_id: str, _: float) -> Registration:
         rig.writer.fail(request_id, "it ends here")
         return wanted
 

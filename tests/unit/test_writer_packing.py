@@ -212,7 +212,7 @@ def test_the_death_of_the_decode_engine_ends_the_push(stage: Stage) -> None:
     rig.finish(prompt)
     rig.settle()
     rig.assert_clean()
-    assert set(rig.host.lost) == {"D"}
+    assert set(rig.host.disconnected) == {"D"}
     assert rig.host.released == ["p-1"]
 
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from layerpush.core.config import PushMode
 from layerpush.core.push_policy import Policy
 from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
 from layerpush.core.wire import Registration
-from layerpush.prefill.push import BlockIds, Identity, Push
+from layerpush.prefill.push import BlockIds, Identity
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
@@ -22,9 +23,11 @@ from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord, WriteSums
 from layerpush.transport.base import Route, WriteState
+from layerpush.transport.connections import Then
 from layerpush.transport.gather.strategy import PackingStrategy
 from layerpush.transport.link import Link
 from layerpush.transport.transfer import Transfer
+from layerpush.transport.writes import Writes
 from tests.support.fake_transport import Bytes, FakeFabric, FakeTransport, Faults
 from tests.support.totals import Totals
 from tests.unit.builders import blocks_of, layout_of, registration, upstream_pairs
@@ -163,27 +166,30 @@ class Decoder:
 
 
 class ScriptedHost:
-    """The worker's part, scripted. ``links`` answers ``connect``: a link, None for "later", or an error."""
+    """A writer's links, its registry and vLLM's worker, scripted. ``links`` has the answers to pushes that ask for a
+    link: a link, None for "later", a refusal, or an error.
+    """
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
-        self.links: dict[str, list[Link | Exception | None]] = {}
+        self.links: dict[str, list[Link | Exception | str | None]] = {}
         self.pending: dict[str, Registration] = {}
         self.delegated: dict[str, Registration] = {}
         self.handshakes_end_at_once = False
-        """Whether ``connect`` calls ``Push.reconnect`` before it answers "later"."""
+        """Whether a handshake that a push has begun ends before it returns."""
         self.posts_whole = True
-        """Whether ``delegate`` finds the decode engine connected."""
+        """Whether a push that is to be pushed whole finds the decode engine connected."""
         self.released: list[str] = []
         self.unwanted: set[str] = set()
         self.failures: list[ReportFailure] = []
         self.first_tokens: list[SendFirstToken] = []
-        self.connecting: dict[str, Push] = {}
+        self.connecting: dict[str, Then] = {}
+        """The ends of handshakes, by request."""
         self.endings: dict[str, list[str | None]] = {}
         self.whole_writes_ended: list[tuple[str, bool]] = []
         self.transfers: list[tuple[WriteSums, float] | None] = []
         """Pushes by layer, as vLLM's statistics have them; None: a failed one."""
-        self.lost: list[str] = []
+        self.disconnected: list[str] = []
         self.wrongs: list[str] = []
         """Violations; the writer would swallow an exception here."""
 
@@ -195,29 +201,55 @@ class ScriptedHost:
             if one.registration.request_id == f"d-{name}"
         ]
 
-    def connect(self, push: Push, registration: Registration) -> Link | None:
-        self.connecting[push.request_id] = push
-        answers = self.links.get(registration.decode_engine_id)
-        answer = answers.pop(0) if answers else self.rig.decoders[registration.decode_engine_id].link
+    def is_connected(self, registration: Registration) -> bool:
+        return self._answer(registration, None) is not None
+
+    def connect(self, registration: Registration, then: Then) -> None:
+        request_id = registration.request_id.removeprefix("d-")
+        self.connecting[request_id] = then
+        if self.rig.writer._pushes[request_id].is_delegated:
+            self.delegated[request_id] = registration
+            ends = self.posts_whole
+        else:
+            ends = self.handshakes_end_at_once
+        if ends:
+            then(None, time.perf_counter())
+
+    def refusal(self, registration: Registration) -> str | None:
+        answer = self._answer(registration, str)
+        return answer if isinstance(answer, str) else None
+
+    def to(self, registration: Registration) -> Link:
+        answer = self._answer(registration, Link | Exception)
         if isinstance(answer, Exception):
             raise answer
-        if answer is None and self.handshakes_end_at_once:
-            push.handshake_ended(None)
+        assert isinstance(answer, Link)
         return answer
 
-    def is_unwanted(self, request_id: str) -> bool:
+    def _answer(self, registration: Registration, kind: Any) -> Link | Exception | str | None:
+        """The next answer, which is used up if it is of this kind."""
+        answers = self.links.get(registration.decode_engine_id)
+        if not answers:
+            return self.rig.decoders[registration.decode_engine_id].link
+        return answers.pop(0) if isinstance(answers[0], type(None) if kind is None else kind) else answers[0]
+
+    def complete(self, link: Link, registration: Registration) -> None:
+        for route in link.routes:
+            self.rig.p.notify(route.agent, f"{registration.request_id}:1".encode())
+
+    def is_unwanted(self, request_id: str, _now: float) -> bool:
         return request_id in self.unwanted
 
-    def take_registration(self, request_id: str) -> Registration | None:
+    def take_registration(self, request_id: str, _now: float) -> Registration | None:
         return self.pending.pop(request_id, None)
 
-    def report_failure(self, report: ReportFailure) -> None:
+    def report_failure(self, report: ReportFailure, _now: float) -> None:
         """A decode engine with a drained failure uses its blocks for other requests at once."""
         self.failures.append(report)
         decoder = self.rig.decoders[report.registration.decode_engine_id]
         if not report.drained:
             return
-        if not all(end.alive for end in decoder.ends) and decoder.name not in self.lost:
+        if not all(end.alive for end in decoder.ends) and decoder.name not in self.disconnected:
             self.wrongs.append(f"said to have drained before the connection is known to be lost: {report}")
         if decoder.is_written(report.registration):
             self.wrongs.append(f"said to have drained with a WRITE on the wire: {report}")
@@ -225,21 +257,11 @@ class ScriptedHost:
             self.wrongs.append(f"drained twice: {report}")
         decoder.reuse(report.registration)
 
-    def send_first_token(self, action: SendFirstToken) -> None:
+    def send_first_token(self, action: SendFirstToken, _now: float) -> None:
         self.first_tokens.append(action)
 
-    def peer_lost(self, decode_engine_id: str) -> None:
-        self.lost.append(decode_engine_id)
-
-    def delegate(self, push: Push, registration: Registration) -> None:
-        self.delegated[push.request_id] = registration
-        if self.posts_whole:
-            self.post_whole(push.request_id, push.blocks, registration)
-
-    def post_whole(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
+    def push_whole(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
         """As upstream does when the decode engine is connected."""
-        if not self.rig.writer.is_delegated(request_id):
-            return
         pairs = upstream_pairs(blocks[0], registration.local_block_ids[0])
         layers = range(len(self.rig.layout.layers))
         ours = np.asarray([layer * P_BLOCKS + source for layer in layers for source, _ in pairs], np.int32)
@@ -254,19 +276,23 @@ class ScriptedHost:
     def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
         self.whole_writes_ended.append((request_id, landed))
 
-    def pushed_by_layer(self, written: WriteSums, transfer_s: float) -> None:
+    def lost(self, engine_id: str) -> None:
+        self.disconnected.append(engine_id)
+
+    @property
+    def transfer_stats(self) -> ScriptedHost:
+        return self
+
+    def pushed(self, written: WriteSums, transfer_s: float) -> None:
         self.transfers.append((written, transfer_s))
 
-    def failed_by_layer(self) -> None:
+    def failed(self) -> None:
         self.transfers.append(None)
 
-    def ended(self, request_id: str, failure: str | None) -> None:
+    def push_ended(self, request_id: str, failure: str | None, _now: float) -> None:
         self.endings.setdefault(request_id, []).append(failure)
 
-    def completion(self, registration: Registration) -> bytes:
-        return f"{registration.request_id}:1".encode()
-
-    def release(self, request_id: str) -> None:
+    def report_sent(self, request_id: str) -> None:
         self.released.append(request_id)
 
 
@@ -292,18 +318,19 @@ class Rig:
         self.capture = StepEvents(self.layout.index_of, lambda: None, None)
         meter = meter or PushMeter(Recorder())
         self.totals = Totals(meter)
+        host: Any = self.host
         self.writer = PushWriter(
             engine or Identity("P", 0),
             self.layout,
             policy or Policy(),
-            self.p,
+            Writes(self.p, self.layout, None if strategy is None else strategy(self), write_timeout_s),
             self.capture,
-            self.host,
+            host,
+            host,
             self.trace,
-            write_timeout_s,
             meter,
-            None if strategy is None else strategy(self),
         )
+        self.writer.registry = self.host
 
     @property
     def sleep_s(self) -> float | None:

@@ -62,13 +62,13 @@ from layerpush.engine.metric_sources import watch_rings, watch_worker, watch_wri
 from layerpush.engine.unreported_aborts import UnreportedAborts
 from layerpush.engine.worker.dispatch import Dispatcher
 from layerpush.engine.worker.packing import WorkerPacking
-from layerpush.engine.worker.prefill_host import WorkerHost
 from layerpush.engine.worker.side_channel_probe import Prober
 from layerpush.engine.worker.wake import Waker
 from layerpush.engine.worker.writer_thread import DRAIN_S, WriterThread
 from layerpush.prefill.claims import Claims
 from layerpush.prefill.fences import fences_for
-from layerpush.prefill.push import Host, Identity
+from layerpush.prefill.links import Links
+from layerpush.prefill.push import Identity
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.pushes import PushMeter
@@ -80,7 +80,9 @@ from layerpush.transport import cuda
 from layerpush.transport.base import TransportError
 from layerpush.transport.connections import Address, Connections, Rank
 from layerpush.transport.idle_connections import PING_EVERY_S, IdleConnections
+from layerpush.transport.link import Link
 from layerpush.transport.transfer import Transfer
+from layerpush.transport.writes import Writes
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +98,7 @@ class LayerwisePushWorker(VllmPushWorker):
     """vLLM calls ``register_kv_caches`` before the first step. Only ``shutdown`` may be called without it."""
 
     step_events: StepEvents
+    links: Links
     writer: PushWriter
     claims: Claims
     loads: Loads
@@ -164,25 +167,30 @@ class LayerwisePushWorker(VllmPushWorker):
         self._connections = Connections(
             self, self.transport, config.allowed_hosts, self._search, on_lost=self._peer_lost
         )
-        self._host = WorkerHost(
+        self.links = Links(self, self._connections)
+        self.writer = PushWriter(
+            self._identity(fallback),
+            layout,
+            Policy(config.mode),
+            Writes(self.transport, layout, packing.strategy, config.write_timeout_s),
+            self.step_events,
+            self.links,
             self,
-            self._connections,
-            packing,
-            self._peer_lost,
-            lambda host: self._make_writer(layout, fallback, host),
-            lambda writer: Claims(
-                writer,
-                self._connections,
-                self._probe_peer,
-                peer_errors,
-                get_base_request_id,
-                lambda: self.step_events.steps,
-                config.unknown_request_timeout_s,
-                self._withdrawn if config.answer_early else lambda _: None,
-            ),
+            self._trace,
+            PushMeter(self.metrics.recorder, engine_fallback=fallback),
         )
+        self.claims = Claims(
+            self.writer,
+            self._connections,
+            self._probe_peer,
+            peer_errors,
+            get_base_request_id,
+            lambda: self.step_events.steps,
+            config.unknown_request_timeout_s,
+            self._withdrawn if config.answer_early else lambda _: None,
+        )
+        self.writer.registry = self.claims
         self._cuda = cuda.runtime(device)
-        self.writer, self.claims = self._host.writer, self._host.claims
         self._contact = self._found_contact()
         recorder, watch = self.metrics.recorder, PeerWatch(config.peer_timeout_s)
         self.loads = Loads(
@@ -216,7 +224,6 @@ class LayerwisePushWorker(VllmPushWorker):
         watch_rings(self.metrics, packing.rings)
         return WriterThread(
             self,
-            self._host.guard,
             self._waker,
             self.metrics.lag,
             self._connections,
@@ -236,26 +243,9 @@ class LayerwisePushWorker(VllmPushWorker):
             logger.warning("layerpush: a prefill engine whose handshake fails cannot report it here: %s", error)
             return None
 
-    def _make_writer(self, layout: CacheLayout, fallback: str | None, host: Host) -> PushWriter:
-        config = self._config
-        return PushWriter(
-            Identity(
-                self.engine_id,
-                self.tp_rank,
-                fallback,
-                self.vllm_config.model_config.model,
-                captured_tokens(self.vllm_config),
-            ),
-            layout,
-            Policy(config.mode),
-            self.transport,
-            self.step_events,
-            host,
-            self._trace,
-            config.write_timeout_s,
-            PushMeter(self.metrics.recorder, engine_fallback=fallback),
-            self._packing.strategy,
-        )
+    def _identity(self, fallback: str | None) -> Identity:
+        model, captured = self.vllm_config.model_config.model, captured_tokens(self.vllm_config)
+        return Identity(self.engine_id, self.tp_rank, fallback, model, captured)
 
     def shutdown(self) -> None:
         """Stop the writer, then vLLM's worker, and NIXL with it. Also after an initialiser that failed. Main thread."""
@@ -358,6 +348,9 @@ class LayerwisePushWorker(VllmPushWorker):
                 assert_never(news)
 
     # Writer thread: P's side.
+
+    def discover_link(self, engine_id: str) -> Link:
+        return self._packing.with_gathering(super().discover_link(engine_id))
 
     def whole_write_posted(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_id: str) -> None:
         """Upstream has posted a WRITE of a whole request: its push watches it."""
@@ -462,4 +455,4 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def disconnecting(self, engine_id: str) -> None:
         """Forget the link to an engine before its connection is dropped."""
-        self._host.disconnected(engine_id)
+        self.links.forget(engine_id)

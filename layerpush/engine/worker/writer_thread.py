@@ -37,14 +37,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from functools import partial
+from collections.abc import Callable
 from typing import Protocol
 
 from layerpush.compat.push_worker import VllmPushWorker
 from layerpush.decode.loads import Loads
 from layerpush.engine.unreported_aborts import UnreportedAborts
 from layerpush.engine.worker.dispatch import Dispatcher
-from layerpush.engine.worker.guard import Guard
 from layerpush.engine.worker.thread_name import WRITER, name_this_thread
 from layerpush.engine.worker.wake import Waker
 from layerpush.prefill.claims import Claims
@@ -76,7 +75,6 @@ class WriterThread:
     def __init__(
         self,
         worker: VllmPushWorker,
-        guard: Guard,
         waker: Waker,
         lag: Lag,
         connections: Connections,
@@ -88,7 +86,6 @@ class WriterThread:
         unreported_aborts: UnreportedAborts,
     ) -> None:
         self._worker = worker
-        self._guard = guard
         self._waker = waker
         self._lag = lag
         self._dispatcher = dispatcher
@@ -105,7 +102,7 @@ class WriterThread:
     def run(self) -> None:
         """The loop, until ``stop``. Writer thread."""
         name_this_thread(WRITER)
-        self._guard("using the device", None, self._worker.use_device)
+        _call("using the device", self._worker.use_device)
         while not self._stop.is_set():
             woken = self._waker.clear()
             self._lag.began(time.perf_counter())
@@ -154,13 +151,11 @@ class WriterThread:
 
     def _take_queued(self) -> None:
         for what, task in self._worker.tasks():
-            self._guard(what, None, task)
+            _call(what, task)
         for request_id in self._worker.ended_requests():
             self._pushes.request_ended(request_id)
         for request_id, blocks, data in self._worker.deferred_pushes():
-            if self._pushes.is_delegated(request_id):
-                push = partial(self._worker.push_whole, request_id, blocks, data)
-                self._guard("a deferred push", request_id, push)
+            self._pushes.push_deferred(request_id, blocks, data)
 
     def _next_due(self, now: float) -> float:
         """When the next full turn is due, if nothing wakes the writer before."""
@@ -168,3 +163,11 @@ class WriterThread:
             return now
         times = (self._pushes.next_due(now), *(part.next_due(now) for part in self._timed))
         return min(now + IDLE_POLL_S, *(at for at in times if at is not None))
+
+
+def _call(what: str, call: Callable[[], None]) -> None:
+    """Call a function that may raise; the thread lives on. ``what`` names the call in the log."""
+    try:
+        call()
+    except Exception:
+        logger.exception("layerpush: %s failed", what)

@@ -203,7 +203,7 @@ def a_token_of_any_sampling_will_do(patch: Patch) -> None:
 
 @mutant()
 def a_restarted_engine_is_taken_for_the_old_one(patch: Patch) -> None:
-    patch.setattr(Claims, "is_current", lambda self, registration: True)
+    patch.setattr(Claims, "refusal", lambda self, registration: self.peers.closing(registration.decode_engine_id))
 
 
 @mutant()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 
 from layerpush.core.push_policy import Policy
@@ -22,21 +24,22 @@ from layerpush.core.wire import (
     encode_completion,
 )
 from layerpush.prefill.claims import Claims
-from layerpush.prefill.decode_peers import address_of
-from layerpush.prefill.push import Identity, PeerRefusedError, Push
+from layerpush.prefill.links import Links
+from layerpush.prefill.push import Identity
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
-from layerpush.telemetry.trace_records import WriteRecord, WriteSums
-from layerpush.transport.base import DescriptorIds, Route, TransportError, WriteHandle, WriteState
+from layerpush.telemetry.trace_records import WriteRecord
+from layerpush.transport.base import DescriptorIds, Route, WriteHandle, WriteState
 from layerpush.transport.gather.cost import CopyCost
 from layerpush.transport.gather.gatherer import Gatherer
 from layerpush.transport.gather.strategy import PackingStrategy
 from layerpush.transport.link import Link
 from layerpush.transport.transfer import Transfer
+from layerpush.transport.writes import Writes
 from tests.support.fake_transport import Bytes
 from tests.unit.both_sides.process import (
     BLOCK_BYTES,
@@ -58,7 +61,9 @@ if TYPE_CHECKING:
 
 
 class PrefillRank(Process):
-    """The worker's part; see `layerpush.prefill.push.Host`."""
+    """Plays vLLM's worker, and gives claims the world's time."""
+
+    transfer_stats: Any = Mock()
 
     def __init__(self, world: World, engine: PrefillEngine, rank: int, policy: Policy) -> None:
         super().__init__(world, engine.engine_id, rank)
@@ -78,18 +83,14 @@ class PrefillRank(Process):
         self.strategy = self._strategy()
         self._post = self.endpoint.post_write
         self.endpoint.post_write = self._posted  # type: ignore[method-assign]
+        self.acknowledges, self.world_size = not world.fabric.ordered, engine.size
+        worker: Any = self
+        self.links = _Links(worker, self.peers)
+        writes = Writes(self.transport, layout, self.strategy)
         self.writer = PushWriter(
-            identity,
-            layout,
-            policy,
-            self.transport,
-            self.capture,
-            self,
-            trace,
-            math.inf,
-            _Plans(world),
-            strategy=self.strategy,
+            identity, layout, policy, writes, self.capture, self.links, worker, trace, _Plans(world)
         )
+        self.writer.registry = self
         if policy.mode == "auto":
             wait_at_random(self.writer, random.Random(rank))
         self.claims = Claims(
@@ -191,55 +192,54 @@ class PrefillRank(Process):
             case _:
                 assert isinstance(message, Heartbeat)
 
-    def connect(self, push: Push, registration: Registration) -> Link | None:
-        engine_id = registration.decode_engine_id
-        if not self.agents_of(engine_id):
-            self.peers.reach(address_of(registration), lambda error, _: push.handshake_ended(error), self.world.now)
-            return None
-        self.require_current(registration)
+    def _route(self, engine_id: str) -> Route:
+        return Route(self.agents_of(engine_id)[0], 0, "kv", (self.engine.size, self.rank))
+
+    def take_registration(self, request_id: str, _: float) -> Registration | None:
+        return self.claims.take_registration(request_id, self.world.now)
+
+    def is_unwanted(self, request_id: str, _: float) -> bool:
+        return self.claims.is_unwanted(request_id, self.world.now)
+
+    def refusal(self, registration: Registration) -> str | None:
+        return self.claims.refusal(registration)
+
+    def report_failure(self, report: ReportFailure, _: float) -> None:
+        self.claims.report_failure(report, self.world.now)
+
+    def send_first_token(self, action: SendFirstToken, _: float) -> None:
+        self.claims.send_first_token(action, self.world.now)
+
+    def push_ended(self, request_id: str, failure: str | None, _: float) -> None:
+        self.claims.push_ended(request_id, failure, self.world.now)
+
+    # layerpush.compat.push_worker.VllmPushWorker
+
+    def touch_engine(self, engine_id: str) -> None:
+        pass
+
+    def mismatch(self, engine_id: str) -> None:
+        """The engines fit each other."""
+
+    def counts_blocks_like(self, engine_id: str) -> bool:
+        return True
+
+    def check_targets(self, engine_id: str, blocks: Sequence[Sequence[int]]) -> None:
+        """Decode engines register blocks that they have."""
+
+    def discover_link(self, engine_id: str) -> Link:
         route = self._route(engine_id)
         gathered = None if self.strategy is None else replace(route, local_descriptors="blocks")
         return Link(engine_id, (route,), (D_BLOCKS,) * LAYERS, gathered=gathered)
 
-    def require_current(self, registration: Registration) -> None:
-        closing = self.claims.peers.closing(registration.decode_engine_id)
-        if closing is not None:
-            raise PeerRefusedError(closing)
-        if not self.claims.is_current(registration):
-            raise PeerRefusedError("the decode engine was restarted")
-
-    def _route(self, engine_id: str) -> Route:
-        return Route(self.agents_of(engine_id)[0], 0, "kv", (self.engine.size, self.rank))
-
-    def take_registration(self, request_id: str) -> Registration | None:
-        return self.claims.take(request_id, self.world.now)
-
-    def is_unwanted(self, request_id: str) -> bool:
-        return self.claims.is_unwanted(request_id, self.world.now)
-
-    def delegate(self, push: Push, registration: Registration) -> None:
-        def connected(error: str | None, _: float) -> None:
-            if not push.is_delegated:
-                return
-            if error is None:
-                self._push_whole(push.request_id, push.blocks, registration)
-            else:
-                push.fail(error)
-
-        self.peers.reach(address_of(registration), connected, self.world.now)
-
-    def _push_whole(self, request_id: str, blocks: Any, registration: Registration) -> None:
+    def push_whole(self, request_id: str, blocks: Any, data: dict[str, Any]) -> None:
         """As upstream does it: one WRITE, whose end sends the completion."""
+        registration = msgspec.convert(data, Registration)
         pairs = upstream_pairs(blocks[0], registration.local_block_ids[0])
         ours = np.asarray([layer * P_BLOCKS + source for layer in range(LAYERS) for source, _ in pairs], np.int32)
         theirs = np.asarray([layer * D_BLOCKS + target for layer in range(LAYERS) for _, target in pairs], np.int32)
         engine_id, now = registration.decode_engine_id, time.perf_counter()
-        try:
-            self.require_current(registration)
-            handle = self.transport.post_write(self._route(engine_id), ours, theirs)
-        except (TransportError, PeerRefusedError) as error:
-            self.writer.fail(request_id, str(error))
-            return
+        handle = self.transport.post_write(self._route(engine_id), ours, theirs)
         self.whole[id(handle)] = (self._route(engine_id).agent, registration)
         record = WriteRecord(0, (0, LAYERS - 1), (0, 0), len(ours), 0, now, now)
         self.writer.adopt(request_id, Transfer(self.transport, record, handle), engine_id, registration.request_id)
@@ -247,31 +247,10 @@ class PrefillRank(Process):
     def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
         agent, registration = self.whole.pop(id(transfer.handle))
         if landed:
-            self.peers.notify(agent, self.completion(registration))
+            self.world.note_completion(self, registration)
+            self.peers.notify(agent, encode_completion(registration.request_id, self.world_size))
 
-    def pushed_by_layer(self, written: WriteSums, transfer_s: float) -> None:
-        pass
-
-    def failed_by_layer(self) -> None:
-        pass
-
-    def report_failure(self, report: ReportFailure) -> None:
-        self.claims.report_failure(report, self.world.now)
-
-    def send_first_token(self, action: SendFirstToken) -> None:
-        self.claims.send_first_token(action, self.world.now)
-
-    def ended(self, request_id: str, failure: str | None) -> None:
-        self.claims.ended(request_id, failure, self.world.now)
-
-    def peer_lost(self, decode_engine_id: str) -> None:
-        self.claims.peers.lost(decode_engine_id)
-
-    def completion(self, registration: Registration) -> bytes:
-        self.world.note_completion(self, registration)
-        return encode_completion(registration.request_id, self.engine.size)
-
-    def release(self, request_id: str) -> None:
+    def report_sent(self, request_id: str) -> None:
         """The main thread reports the request as sent."""
         self.engine.lease_over(request_id, self)
 
@@ -289,6 +268,16 @@ class PrefillRank(Process):
 
 def descriptor_ids(blocks: list[int]) -> list[int]:
     return [layer * P_BLOCKS + block for layer in range(LAYERS) for block in blocks]
+
+
+class _Links(Links):
+    """Notes completions, for the world."""
+
+    _worker: PrefillRank  # type: ignore[assignment]
+
+    def complete(self, link: Link, registration: Registration) -> None:
+        self._worker.world.note_completion(self._worker, registration)
+        super().complete(link, registration)
 
 
 class _Plans(PushMeter):

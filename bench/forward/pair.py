@@ -1,29 +1,35 @@
-"""A writer's host without a worker: D is connected, and a whole request is one WRITE."""
+"""The surroundings of a writer without an engine: D is connected, and a whole request is one WRITE."""
 
 from __future__ import annotations
 
 import threading
+import time
 
 from bench.forward.reach import DECODE, Reach
 from layerpush.core.wire import Registration, encode_completion
 from layerpush.core.write import WHOLE, Segment, Write
-from layerpush.prefill.push import Push
+from layerpush.prefill.push import BlockIds
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
+from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.trace_records import WriteSums
 from layerpush.transport.base import Transport
+from layerpush.transport.connections import Then
 from layerpush.transport.link import Link
 from layerpush.transport.link_speed import LinkSpeed
 from layerpush.transport.transfer import Transfer
 from layerpush.transport.writes import Writes
 
 
-class PairHost:
-    """A ``Host``. The writer thread calls ``registered``.
+class Pair:
+    """Plays ``Links``, ``Claims`` and vLLM's worker. The writer thread calls ``registered``.
 
     P's main thread calls ``expects`` and waits for ``all_known`` and ``all_over``.
     """
 
+    writer: PushWriter
+
     def __init__(self, reach: Reach, transport: Transport) -> None:
+        self.transfer_stats = self
         self._reach = reach
         self._transport = transport
         self._writes = Writes(transport, reach.cache.layout)
@@ -47,33 +53,52 @@ class PairHost:
         if not self._unknown:
             self.all_known.set()
 
-    def connect(self, push: Push, registration: Registration) -> Link:  # noqa: ARG002
+    # layerpush.prefill.links.Links
+
+    def is_connected(self, registration: Registration) -> bool:  # noqa: ARG002
+        return True
+
+    def connect(self, registration: Registration, then: Then) -> None:  # noqa: ARG002
+        then(None, time.perf_counter())
+
+    def refusal(self, registration: Registration) -> None:
+        """D takes every WRITE."""
+
+    def to(self, registration: Registration) -> Link:  # noqa: ARG002
         return self._reach.link
 
-    def take_registration(self, request_id: str) -> Registration | None:
-        return self._pending.pop(request_id, None)
-
-    def is_unwanted(self, request_id: str) -> bool:  # noqa: ARG002
-        return False
-
-    def delegate(self, push: Push, registration: Registration) -> None:
+    def push_whole(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
         """As a stock connector does after prefill: one WRITE of all blocks in all layers, from cache to cache."""
         layout = self._reach.cache.layout
-        (sources,), (targets,) = push.blocks, registration.local_block_ids
+        (sources,), (targets,) = blocks, registration.local_block_ids
         every = slice(0, len(layout.layers))
         part = Segment(every, 0, 0, len(targets), tuple(sources), targets)
         whole = Write(WHOLE.id, 0, 0, len(targets) * sum(layout.layer_bytes), (part,))
-        self._delegated[push.request_id] = registration
+        self._delegated[request_id] = registration
         for transfer in self._writes.post(whole, self._reach.link, LinkSpeed()):
-            push.adopt(transfer, DECODE, registration.request_id)
+            self.writer.adopt(request_id, transfer, DECODE, registration.request_id)
 
-    def report_failure(self, report: ReportFailure) -> None:
+    def complete(self, link: Link, registration: Registration) -> None:  # noqa: ARG002
+        self._transport.notify(DECODE, encode_completion(registration.request_id, 1))
+
+    def lost(self, engine_id: str) -> None:
+        self.problems.append(f"the connection to {engine_id} is lost")
+
+    # layerpush.prefill.push.Registry
+
+    def take_registration(self, request_id: str, now: float) -> Registration | None:  # noqa: ARG002
+        return self._pending.pop(request_id, None)
+
+    def is_unwanted(self, request_id: str, now: float) -> bool:  # noqa: ARG002
+        return False
+
+    def report_failure(self, report: ReportFailure, now: float) -> None:  # noqa: ARG002
         self.problems.append(f"{report.registration.request_id}: {report.reason}")
 
-    def send_first_token(self, action: SendFirstToken) -> None:
+    def send_first_token(self, action: SendFirstToken, now: float) -> None:
         """Does nothing: no request asks for P's token."""
 
-    def ended(self, request_id: str, failure: str | None) -> None:
+    def push_ended(self, request_id: str, failure: str | None, now: float) -> None:  # noqa: ARG002
         if failure is not None:
             self.problems.append(f"{request_id}: {failure}")
         self._delegated.pop(request_id, None)
@@ -81,21 +106,17 @@ class PairHost:
         if not self._running:
             self.all_over.set()
 
-    def peer_lost(self, decode_engine_id: str) -> None:
-        self.problems.append(f"the connection to {decode_engine_id} is lost")
+    # layerpush.compat.push_worker.VllmPushWorker
 
     def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:  # noqa: ARG002
         if landed:  # each of D's ranks gets a completion of its own
-            self._transport.notify(DECODE, self.completion(self._delegated[request_id]))
+            self.complete(self._reach.link, self._delegated[request_id])
 
-    def pushed_by_layer(self, written: WriteSums, transfer_s: float) -> None:
+    def pushed(self, written: WriteSums, transfer_s: float) -> None:
         """Does nothing: no vLLM counts transfers."""
 
-    def failed_by_layer(self) -> None:
+    def failed(self) -> None:
         """Does nothing, for the same reason."""
 
-    def completion(self, registration: Registration) -> bytes:
-        return encode_completion(registration.request_id, 1)
-
-    def release(self, request_id: str) -> None:
+    def report_sent(self, request_id: str) -> None:
         """Does nothing: no scheduler holds the blocks."""

@@ -1,0 +1,94 @@
+"""The way from a push to its decode engine: the connection, the link, vLLM's whole-request push, the completion.
+
+Writer thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from layerpush.core.wire import Cancel, Registration, Unregister, encode_completion
+from layerpush.prefill.coverage import check_blocks
+from layerpush.transport.connections import Address, Connections, Then
+from layerpush.transport.link import Link
+
+if TYPE_CHECKING:
+    from layerpush.compat.push_worker import VllmPushWorker
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+NO_ANSWER = "the decode engine does not acknowledge WRITEs, and this NIXL backend needs that"
+OLD_RELEASE = f"{NO_ANSWER}: it has an older release of layerpush"
+
+
+class Links:
+    """Knows where this rank writes on each connected decode engine."""
+
+    def __init__(self, worker: VllmPushWorker, connections: Connections) -> None:
+        self._worker = worker
+        self._connections = connections
+        self._links: dict[str, Link] = {}
+
+    def is_connected(self, registration: Registration) -> bool:
+        """Whether an engine with the name of the registration's sender is connected."""
+        return bool(self._worker.agents_of(registration.decode_engine_id))
+
+    def connect(self, registration: Registration, then: Then) -> None:
+        """Connect to the registration's sender unless it is connected, then call ``then``. That may be before the
+        return.
+        """
+        self._connections.reach(address_of(registration), then, time.perf_counter())
+
+    def refusal(self, registration: Registration) -> str | None:
+        """The reason why nothing may be written to the connected engine for a registration; None if something may."""
+        if self._worker.acknowledges and registration.layerpush and not registration.acknowledges:
+            return OLD_RELEASE
+        return self._worker.mismatch(registration.decode_engine_id)
+
+    def to(self, registration: Registration) -> Link:
+        """The link to the connected engine. Call it after ``refusal``."""
+        engine_id = registration.decode_engine_id
+        self._worker.touch_engine(engine_id)
+        if self._worker.acknowledges and not registration.acknowledges:
+            return Link(engine_id, (), (), refusal=NO_ANSWER)
+        link = self._links.get(engine_id)
+        if link is None:
+            link = self._links[engine_id] = self._worker.discover_link(engine_id)
+            if link.refusal is not None:
+                logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, link.refusal)
+        return link
+
+    def push_whole(self, request_id: str, blocks: Sequence[Sequence[int]], registration: Registration) -> None:
+        """Have vLLM push a request whole to the connected engine; its WRITEs come back through ``Pushes.adopt``.
+
+        Raises ``MismatchError`` if the registration names blocks that one side does not have, or vLLM's error.
+        """
+        engine_id, targets = registration.decode_engine_id, registration.local_block_ids
+        self._worker.check_targets(engine_id, targets)
+        if self._worker.counts_blocks_like(engine_id):
+            check_blocks([len(group) for group in blocks], targets)
+        self._worker.push_whole(request_id, blocks, msgspec.to_builtins(registration))
+
+    def complete(self, link: Link, registration: Registration) -> None:
+        """Send this rank's completion to each rank of the decode engine. Raises ``TransportError``."""
+        completion = encode_completion(registration.request_id, self._worker.world_size)
+        for route in link.routes:
+            self._worker.transport.notify(route.agent, completion)
+
+    def lost(self, engine_id: str) -> None:
+        """The connection to a decode engine turns out to be gone."""
+        self._connections.on_lost(engine_id)
+
+    def forget(self, engine_id: str) -> None:
+        """The connection to an engine is about to be dropped: its next link may be another."""
+        self._links.pop(engine_id, None)
+
+
+def address_of(message: Registration | Cancel | Unregister) -> Address:
+    """The address of the engine that sent a message."""
+    return Address(message.decode_engine_id, message.decode_host, message.decode_port, message.decode_tp_size)
