@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections import deque
+from concurrent.futures import Future
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -41,8 +42,9 @@ from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_file import TraceFile
-from layerpush.transport.connections import Address, Connections
+from layerpush.transport.connections import Connections
 from layerpush.transport.idle_connections import IdleConnections
+from layerpush.transport.peers import Address, Handshake, Peers
 from layerpush.transport.writes import Writes
 
 LAYERS, TOKENS, BLOCK_TOKENS = 32, 1024, 16
@@ -57,9 +59,11 @@ class Quiet:
 
     def __init__(self) -> None:
         self.queued: deque[tuple[str, Any]] = deque()
+        self.peers = Peers()
+        self.peers["P"].handshake = Handshake(Future(), P)
 
     def __getattr__(self, name: str) -> Any:
-        answers = {"agents_of": ("p-0",), "engines": {"P": ("p-0",)}, "rank_of": (0, 0), "address_of": P, "knows": True}
+        answers = {"agents_of": {"p-0": (0, 0)}, "engines": ["P"], "knows": True}
         empty = {"ended_requests": (), "deferred_pushes": ()}
         return lambda *_, **__: {**answers, **empty}.get(name)
 
@@ -103,7 +107,7 @@ class Rank:
         self.pushes.registry = claims
         peers = PrefillPeers("D", connections, PeerWatch(PEER_TIMEOUT_S), quiet.probe, quiet, recorder)
         self.loads = Loads("D", 1, PEER_TIMEOUT_S, peers, quiet, errors, recorder)
-        idle = IdleConnections("D", connections, quiet.probe, lambda: {"P"}, lambda _: False, float)
+        idle = IdleConnections("D", connections, quiet.probe, lambda: {"P"}, float)
         dispatcher = Dispatcher(quiet, claims, self.loads, idle, quiet.any, errors, quiet.any)
         self.writer = WriterThread(
             quiet, self.waker, lag, connections, idle, dispatcher, self.pushes, claims, self.loads, UnreportedAborts()

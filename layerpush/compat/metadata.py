@@ -12,7 +12,7 @@ from layerpush.core.first_token import Sampled
 from layerpush.core.request_names import Arrived
 from layerpush.core.step_plan import StepPlan
 from layerpush.core.wire import Decline
-from layerpush.transport.connections import Address
+from layerpush.transport.peers import Address
 
 ABORTED = "aborted"
 """The reason to cancel a load whose request the engine has finished. Any other reason is a deadline."""

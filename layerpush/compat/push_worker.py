@@ -11,7 +11,7 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -30,17 +30,16 @@ from layerpush.compat.leases import SendLeases, extend
 from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, refusal
 from layerpush.compat.stats import TransferStats
 from layerpush.compat.whole_writes import WholeWrites
-from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.layout import MAX_DESCRIPTORS
 from layerpush.core.wire import HEARTBEAT_PREFIX, Heartbeat
 from layerpush.core.write import MismatchError
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.acknowledged import AcknowledgedTransport
 from layerpush.transport.base import Transport
-from layerpush.transport.connections import Address, Handshake, Rank
 from layerpush.transport.link import Link
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport
+from layerpush.transport.peers import Address, Handshake, Peer, Peers, Rank
 from layerpush.transport.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-DEPARTED_KEPT = 1024
-DEPARTED_BYTES = 16 << 20
 MAX_REGIONS = 1 << 14
 SETUP_FAILED = "transfer_setup_failed"
 
@@ -105,8 +102,8 @@ class VllmPushWorker(NixlPushConnectorWorker):
         self.transfer_stats = TransferStats()
         self._whole_writes = WholeWrites(network, acknowledged, self.transfer_stats)
         self._acknowledges = False
-        self._departed: BoundedDict[str, Any] = BoundedDict(DEPARTED_KEPT, DEPARTED_BYTES)
-        self._handshakes: dict[str, Handshake] = {}
+        self.peers = Peers()
+        self._keeps_facts = False
         self._handshake_errors = PeerErrors(logger)
         if patches.is_on("handshakes"):
             self._handshake_initiation_executor = HandshakeExecutor(self._handshake_initiation_executor, self._ranks_of)
@@ -129,8 +126,8 @@ class VllmPushWorker(NixlPushConnectorWorker):
         """Whether a heartbeat must not prolong this request's lease. Main thread."""
         raise NotImplementedError
 
-    def disconnecting(self, engine_id: str) -> None:
-        """vLLM is about to forget an engine's agents and descriptors. Writer thread, or main thread."""
+    def end_pushes(self, engine_id: str, reason: str) -> bool:
+        """Fail the pushes to an engine. Returns whether no WRITE is on its way to it. Writer thread."""
         raise NotImplementedError
 
     @property
@@ -324,7 +321,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
             pp_size=address.pp_size,
             notif_agents_only=address.notify_only,
         )
-        return None if pending is None else self._handshakes[address.engine_id]
+        return None if pending is None else self.peers[address.engine_id].handshake
 
     def _ensure_handshake(
         self,
@@ -340,38 +337,22 @@ class VllmPushWorker(NixlPushConnectorWorker):
         pending: Future[Any] | None = super()._ensure_handshake(
             engine_id, host, port, tp_size, dcp_size, pp_size, notif_agents_only
         )
-        known = self._handshakes.get(engine_id)
-        if pending is not None and (known is None or known.pending is not pending):
+        if pending is None:
+            return None
+        peer = self.peers[engine_id]
+        if peer.handshake is None or peer.handshake.pending is not pending:
             address = Address(engine_id, host, port, tp_size, pp_size, notif_agents_only)
-            self._handshakes[engine_id] = Handshake(pending, address)
-            pending.add_done_callback(lambda _: self.task(partial(self._forget_if_failed, engine_id), "a handshake"))
+            peer.handshake = Handshake(pending, address)
+            pending.add_done_callback(lambda _: self.task(partial(_forget_if_failed, peer), "a handshake"))
         return pending
 
-    def _forget_if_failed(self, engine_id: str) -> None:
-        known = self._handshakes.get(engine_id)
-        if known is None or not known.pending.done():
-            return
-        if known.pending.cancelled() or known.pending.exception() is not None:
-            del self._handshakes[engine_id]
-
-    def engines(self) -> dict[str, tuple[str, ...]]:
+    def engines(self) -> list[str]:
         with self._handshake_lock:
-            return {
-                engine_id: tuple(map(agent_name, ranks.values())) for engine_id, ranks in self._remote_agents.items()
-            }
+            return list(self._remote_agents)
 
-    def agents_of(self, engine_id: str) -> tuple[str, ...]:
+    def agents_of(self, engine_id: str) -> dict[str, Rank]:
         with self._handshake_lock:
-            return tuple(map(agent_name, (self._remote_agents.get(engine_id) or {}).values()))
-
-    def rank_of(self, engine_id: str, agent: str) -> Rank | None:
-        with self._handshake_lock:
-            ranks: dict[Rank, str] = self._remote_agents.get(engine_id) or {}
-        return next((rank for rank, name in ranks.items() if agent_name(name) == agent), None)
-
-    def address_of(self, engine_id: str) -> Address | None:
-        handshake = self._handshakes.get(engine_id) if self.agents_of(engine_id) else None
-        return None if handshake is None else handshake.address
+            return {agent_name(name): rank for rank, name in (self._remote_agents.get(engine_id) or {}).items()}
 
     def clock_offset(self, engine_id: str) -> float | None:
         """How many seconds a connected engine's clock is ahead of ours, as the handshake measured it."""
@@ -383,18 +364,23 @@ class VllmPushWorker(NixlPushConnectorWorker):
         if not self.agents_of(engine_id):
             return
         assert self.transfer_topo is not None
-        if not self._departed:
+        if not self._keeps_facts:
             # The main thread may still look up this engine for the statistics of a load: a KeyError ends our engine.
-            self.transfer_topo.get_engine_info = partial(_info_of, self.transfer_topo.get_engine_info, self._departed)
-        self._departed.note(engine_id, self.transfer_topo.get_engine_info(engine_id))
+            self.transfer_topo.get_engine_info = partial(_facts_of, self.transfer_topo.get_engine_info, self.peers)
+            self._keeps_facts = True
+        peer = self.peers[engine_id]
+        peer.facts = self.transfer_topo.get_engine_info(engine_id)
+        self.peers.keep(peer)
         self._cleanup_remote_engine(engine_id, log_eviction=False)
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
-        self.disconnecting(engine_id)
-        handshake = self._handshakes.get(engine_id)
+        peer = self.peers.get(engine_id)
+        handshake = None if peer is None else peer.handshake
+        if peer is not None:
+            peer.link = None  # first: its descriptors end now
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
-        if self._handshakes.get(engine_id) is handshake:  # vLLM may clean up on the main thread, too
-            self._handshakes.pop(engine_id, None)
+        if peer is not None and peer.handshake is handshake:  # vLLM may clean up on the main thread, too
+            peer.handshake = None
 
     def touch_engine(self, engine_id: str) -> None:
         """Note that the engine is in use, so that vLLM does not forget it as stale."""
@@ -462,9 +448,20 @@ def _drained(inbox: queue.Queue[T]) -> Iterator[T]:
             return
 
 
-def _info_of(connected: Callable[..., Any], departed: Mapping[str, Any], engine_id: str, pp_rank: int = 0) -> Any:
+def _forget_if_failed(peer: Peer) -> None:
+    handshake = peer.handshake
+    if handshake is None or not handshake.pending.done():
+        return
+    if handshake.pending.cancelled() or handshake.pending.exception() is not None:
+        peer.handshake = None
+
+
+def _facts_of(connected: Callable[..., Any], peers: Peers, engine_id: str, pp_rank: int = 0) -> Any:
     """vLLM's facts about an engine; after a disconnection, the last known ones."""
     try:
         return connected(engine_id, pp_rank)
     except KeyError:
-        return departed[engine_id]
+        peer = peers.get(engine_id)
+        if peer is None or peer.facts is None:
+            raise
+        return peer.facts

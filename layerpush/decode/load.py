@@ -7,7 +7,7 @@ its end.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from layerpush.core.wire import (
@@ -29,7 +29,7 @@ from layerpush.decode.load_session import LoadSession
 from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.telemetry.trace_records import LoadRecord
-from layerpush.transport.connections import Address, Rank
+from layerpush.transport.peers import Address, Rank
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -126,10 +126,10 @@ class Load:
         if error is None:
             if not again:
                 peers.reconnected(engine_id)
-            agents = frozenset(peers.connections.agents(engine_id))
+            agents = peers.connections.agents(engine_id)
             reached = peers.send_registration(engine_id, self._payload, now)
             if reached:
-                on_registered(self, self._registered(agents, agents - reached, now), now)
+                on_registered(self, self._registered(agents, reached, now), now)
                 return
             if again and peers.drop(engine_id):
                 self.register(on_registered, now, again=False)
@@ -137,14 +137,14 @@ class Load:
             error = f"the connection to prefill engine {engine_id!r} is lost"
         on_registered(self, [load_protocol.RegistrationFailed(error)], now)
 
-    def _registered(self, agents: frozenset[str], missed: frozenset[str], now: float) -> list[Event]:
+    def _registered(self, ranks: Mapping[str, Rank], reached: frozenset[str], now: float) -> list[Event]:
         engine_id, connections = self.address.engine_id, self._peers.connections
         self._record.t_registered = now
         self.address = connections.address(engine_id) or self.address
-        self.ranks = {agent: rank for agent in agents if (rank := connections.rank_of(engine_id, agent))}
+        self.ranks, agents = dict(ranks), frozenset(ranks)
         self._peers.add(engine_id, agents, now)
         reason = "it was not reached by the registration"
-        failures = [load_protocol.AgentFailed(agent, reason, drained=True) for agent in sorted(missed)]
+        failures = [load_protocol.AgentFailed(agent, reason, drained=True) for agent in sorted(agents - reached)]
         return [load_protocol.Registered(agents), *failures]
 
     def _perform(self, action: Action, now: float) -> None:

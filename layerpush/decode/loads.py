@@ -45,7 +45,7 @@ from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_records import LoadRecord
-from layerpush.transport.connections import Address
+from layerpush.transport.peers import Address
 
 OUTCOME_POLL_S = 1e-3
 """Nothing reports that vLLM's main thread knows a request by now."""

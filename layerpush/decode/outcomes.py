@@ -14,7 +14,7 @@ from layerpush.core.wire import Decline
 from layerpush.telemetry.metrics.catalog import LOAD, LOADS
 from layerpush.telemetry.metrics.recorder import Ending, Recorder
 from layerpush.telemetry.trace_records import LoadRecord
-from layerpush.transport.connections import Address
+from layerpush.transport.peers import Address
 
 Outcome = Literal["loaded", "unregistered", "failed", "parked", "aborted", "refused"]
 
@@ -58,9 +58,6 @@ class LoadHost(Protocol):
 
     def decline(self, address: Address, message: Decline) -> None:
         """Report to a prefill engine that this engine will not load a request. The engine need not be connected."""
-
-    def forget_engine(self, engine_id: str) -> bool:
-        """Drop the connection to an engine; False if WRITEs are on their way to it, and it has to stay for now."""
 
 
 @dataclass(frozen=True, slots=True)

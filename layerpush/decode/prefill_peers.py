@@ -15,7 +15,8 @@ from layerpush.decode import load_protocol
 from layerpush.decode.outcomes import LoadHost
 from layerpush.telemetry.metrics.catalog import LOST_PEERS
 from layerpush.telemetry.metrics.recorder import Recorder
-from layerpush.transport.connections import Address, Connections, Probe, Rank
+from layerpush.transport.connections import Connections, Probe
+from layerpush.transport.peers import Address, Rank
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -36,10 +37,7 @@ class Awaited(Protocol):
 
 
 class PrefillPeers:
-    """Sends to agents, and performs the actions of ``PeerWatch``: pings, probes, reconnections.
-
-    Only the host drops a connection, because pushes of this rank may be on their way over it.
-    """
+    """Sends to agents, and performs the actions of ``PeerWatch``: pings, probes, reconnections."""
 
     def __init__(
         self,
@@ -51,6 +49,7 @@ class PrefillPeers:
         recorder: Recorder,
     ) -> None:
         self.connections = connections
+        connections.on_lost = self._connection_lost
         self.host = host
         self._engine_id = engine_id
         self._watch = watch
@@ -110,8 +109,8 @@ class PrefillPeers:
 
     def drop(self, engine_id: str) -> bool:
         """Drop the connection to an engine that loads are awaited from; False if it has to stay for now."""
-        agents = self.connections.agents(engine_id)
-        if not self.host.forget_engine(engine_id):
+        agents = list(self.connections.agents(engine_id))
+        if not self.connections.forget(engine_id):
             return False
         for agent in agents:
             self._watch.cut(agent)
@@ -121,7 +120,7 @@ class PrefillPeers:
         """There is a new connection to the engine."""
         self._watch.reconnected(self.connections.agents(engine_id))
 
-    def connection_lost(self, agents: Collection[str], now: float) -> None:
+    def _connection_lost(self, agents: Collection[str], now: float) -> None:
         """Another part of this rank found the connection to an engine broken, and will drop it. If the engine has
         several agents, it is not known which of them could not be reached.
         """
@@ -191,4 +190,4 @@ class PrefillPeers:
         """Only when none of its ranks may live: a send to a forgotten rank would fail, and that proves nothing."""
         agents = self.connections.agents(engine_id)
         if agent in agents and all(load.open_agents.isdisjoint(agents) for load in loads.values()):
-            self.host.forget_engine(engine_id)
+            self.connections.forget(engine_id)

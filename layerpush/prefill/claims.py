@@ -81,7 +81,8 @@ class Claims:
         unknown_timeout_s: float,
         on_withdrawn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.peers = DecodePeers(writer, connections, probe, peer_errors)
+        self.peers = DecodePeers(connections, probe, peer_errors)
+        connections.on_closed = self._take_held
         self._writer = writer
         self._connections = connections
         self._peer_errors = peer_errors
@@ -109,7 +110,7 @@ class Claims:
         self._take_arrivals(now)
         self.peers.note_contact(sender, registration)
         claim = self._claims.get(registration.key)
-        if self.peers.closing(engine_id) is not None:
+        if self._connections.closing(engine_id) is not None:
             self.peers.hold(sender, registration)
         elif self._is_from_unconnected_agent(sender, registration, claim):
             self._hold(sender, registration)
@@ -124,7 +125,7 @@ class Claims:
         claim = self._claims.get(message.key)
         if self._is_foreign(sender, claim):
             self._peer_errors.add("foreign cancel", f"agent {sender} cancels {message.request_id}, not its own", now)
-        elif self.peers.closing(message.decode_engine_id) is None:  # else it asks again when the connection is gone
+        elif self._connections.closing(message.decode_engine_id) is None:  # else it asks again later
             self.peers.found(message.decode_engine_id, now)
             self._handle(claim, protocol.CancelledByD(message, self._is_busy(claim)), now)
 
@@ -134,7 +135,7 @@ class Claims:
         if self._is_foreign(sender, claim):
             text = f"agent {sender} unregisters {message.request_id}, not its own"
             self._peer_errors.add("foreign unregister", text, now)
-        elif self.peers.closing(message.decode_engine_id) is None:
+        elif self._connections.closing(message.decode_engine_id) is None:
             self._handle(claim, protocol.Withdrawn(message), now)
 
     def on_decline(self, message: Decline, now: float) -> None:
@@ -215,7 +216,7 @@ class Claims:
         Its connection is closing, or it is not the process that sent the registration: an engine that was restarted
         under its old name has given these blocks to other requests.
         """
-        closing = self.peers.closing(registration.decode_engine_id)
+        closing = self._connections.closing(registration.decode_engine_id)
         if closing is not None:
             return closing
         claim = self._claims.get(registration.key)
@@ -254,13 +255,12 @@ class Claims:
         return min([*times, self._queued_at] if self.short_of_blocks else times, default=None)
 
     def tick(self, now: float) -> None:
-        """Forget old entries; drop connections that are closing."""
+        """Forget old entries, and time out claims."""
         self._prompts.expire(now)
         self._forget(self._claims.expire(now), now)
         self._time_out(now)
         self._report_queued(now)
-        for engine_id in self.peers.tick(now):
-            self._take_held(engine_id, now)
+        self.peers.tick(now)
 
     def _time_out(self, now: float) -> None:
         begun, running = self._steps()
@@ -431,7 +431,7 @@ class Claims:
     def _hold(self, sender: str, registration: Registration) -> None:
         engine_id = registration.decode_engine_id
         if self.peers.hold(sender, registration):
-            self._ask_about(engine_id, self._connections.agents(engine_id)[0], PROBES)
+            self._ask_about(engine_id, next(iter(self._connections.agents(engine_id))), PROBES)
 
     def _ask_about(self, engine_id: str, agent: str, left: int) -> None:
         self.peers.probe(engine_id, agent, partial(self._on_verdict, engine_id, agent, left))
@@ -439,14 +439,14 @@ class Claims:
     def _on_verdict(self, engine_id: str, agent: str, left: int, verdict: Verdict, now: float) -> None:
         if agent not in self._connections.agents(engine_id):  # it was forgotten meanwhile, and may be connected anew
             self._take_held(engine_id, now)
-        elif self.peers.closing(engine_id) is not None or not self.peers.holds(engine_id):
+        elif self._connections.closing(engine_id) is not None or not self.peers.holds(engine_id):
             return  # the registrations are taken when the connection is gone
         elif verdict is Verdict.UNKNOWN and left > 1:
             self._ask_about(engine_id, agent, left - 1)
         elif verdict is Verdict.ENDED:
             for claim in [each for each in self._claims.waiting if each.key[0] == engine_id]:
                 self._handle(claim, protocol.Dropped(), now)
-            self.peers.close(engine_id, "the decode engine was restarted")
+            self._connections.close(engine_id, "the decode engine was restarted")
         else:
             self.peers.reject_held(engine_id, now)
 

@@ -14,8 +14,9 @@ import msgspec
 
 from layerpush.core.wire import Cancel, Registration, Unregister, encode_completion
 from layerpush.prefill.coverage import check_blocks
-from layerpush.transport.connections import Address, Connections, Then
+from layerpush.transport.connections import Connections, Then
 from layerpush.transport.link import Link
+from layerpush.transport.peers import Address
 
 if TYPE_CHECKING:
     from layerpush.compat.push_worker import VllmPushWorker
@@ -32,7 +33,6 @@ class Links:
     def __init__(self, worker: VllmPushWorker, connections: Connections) -> None:
         self._worker = worker
         self._connections = connections
-        self._links: dict[str, Link] = {}
 
     def is_connected(self, registration: Registration) -> bool:
         """Whether an engine with the name of the registration's sender is connected."""
@@ -56,9 +56,10 @@ class Links:
         self._worker.touch_engine(engine_id)
         if self._worker.acknowledges and not registration.acknowledges:
             return Link(engine_id, (), (), refusal=NO_ANSWER)
-        link = self._links.get(engine_id)
+        peer = self._connections.peers[engine_id]
+        link = peer.link
         if link is None:
-            link = self._links[engine_id] = self._worker.discover_link(engine_id)
+            link = peer.link = self._worker.discover_link(engine_id)
             if link.refusal is not None:
                 logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, link.refusal)
         return link
@@ -82,11 +83,7 @@ class Links:
 
     def lost(self, engine_id: str) -> None:
         """The connection to a decode engine turns out to be gone."""
-        self._connections.on_lost(engine_id)
-
-    def forget(self, engine_id: str) -> None:
-        """The connection to an engine is about to be dropped: its next link may be another."""
-        self._links.pop(engine_id, None)
+        self._connections.lost(engine_id)
 
 
 def address_of(message: Registration | Cancel | Unregister) -> Address:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,68 +14,45 @@ from layerpush.core.hosts import host_allowed
 from layerpush.core.liveness import Verdict
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import Transport, TransportError
+from layerpush.transport.peers import Address, Handshake, Peer, Peers, Rank
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 RETRY_S = 1.0
 TRIES = 3
 WAITING_KEPT = 4096
+LOST = "the connection to the decode engine was lost"
+DROPPED = "the connection to the decode engine was dropped"
 
 Then = Callable[[str | None, float], None]
 """Called with the reason of a failure, or None, and the time."""
-Rank = tuple[int, int]
-"""An agent's (pipeline, tensor) parallel rank in its engine."""
-Probe = Callable[["str", "Rank", "Address", Callable[[Verdict, float], None]], None]
+Probe = Callable[[str, Rank, Address, Callable[[Verdict, float], None]], None]
 """Ask an engine's side channel about the agent of one of its ranks. The callback gets the verdict and its time, on the
 writer thread."""
-Search = Callable[["Address", Callable[[bytes], None]], None]
+Search = Callable[[Address, Callable[[bytes], None]], None]
 """Ask an engine's side channel for the contact of each of its ranks. The callback gets each one that is found, on the
 writer thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """The address of an engine's side channel, and the number of the engine's ranks.
+class Network(Protocol):
+    """The worker, as far as connections use it. Writer thread, but for ``task``.
 
-    ``notify_only``: we never write to its memory, so its descriptors are not prepared. That is no part of the address:
-    two addresses that differ only in it are equal.
+    It notes the handshake of each peer: vLLM starts some by itself, for its heartbeats.
     """
 
-    engine_id: str
-    host: str
-    port: int
-    tp_size: int
-    pp_size: int = 1
-    notify_only: bool = field(default=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Handshake:
-    """A handshake, and the address at which it was begun."""
-
-    pending: Future[Any]
-    address: Address
-
-
-class Network(Protocol):
-    """The worker, as far as connections use it. Writer thread, but for ``task``."""
+    peers: Peers
 
     def handshake(self, address: Address) -> Handshake | None:
-        """Start a handshake, or join one that runs; None when the engine is connected. vLLM starts some by itself, for
-        its heartbeats.
-        """
+        """Start a handshake, or join one that runs; None when the engine is connected."""
 
-    def engines(self) -> dict[str, tuple[str, ...]]:
-        """The NIXL agents of each connected engine, by its id."""
+    def engines(self) -> list[str]:
+        """The ids of the connected engines."""
 
-    def agents_of(self, engine_id: str) -> tuple[str, ...]:
+    def agents_of(self, engine_id: str) -> Mapping[str, Rank]:
         """The NIXL agents of a connected engine's ranks that this rank talks to; none if it is not connected."""
 
-    def rank_of(self, engine_id: str, agent: str) -> Rank | None:
-        """The agent's rank in a connected engine; None if it is not one of its agents."""
-
-    def address_of(self, engine_id: str) -> Address | None:
-        """The address of the handshake that connected an engine; None if it is not connected."""
+    def end_pushes(self, engine_id: str, reason: str) -> bool:
+        """Fail the pushes to an engine. Returns whether no WRITE is on its way to it."""
 
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine's agents and descriptors. No WRITE to it may be in flight."""
@@ -91,8 +68,10 @@ class _Retry:
 
 
 class Connections:
-    """Connects, reconnects, and sends to every rank of an engine. ``on_lost`` gets the id of an engine whose connection
-    turns out to be gone.
+    """Connects, reconnects, sends to every rank of an engine, and drops connections.
+
+    ``on_lost`` gets the agents of an engine whose connection turns out to be gone, ``on_closed`` the id of an engine
+    whose connection was closing and is dropped; both get the time.
     """
 
     def __init__(
@@ -102,35 +81,34 @@ class Connections:
         allowed_hosts: Iterable[str] | None,
         search: Search,
         clock: Callable[[], float] = time.perf_counter,
-        on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self.peers = network.peers
         self._network = network
         self._transport = transport
         self._search = search
         self._clock = clock
         self._allowed_hosts = None if allowed_hosts is None else tuple(allowed_hosts)
-        self._handshakes: dict[str, Handshake] = {}
         self._retries: list[_Retry] = []
+        self._closing: dict[str, Peer] = {}
+        """The peers whose connection is closing: an index."""
         self._waiting = 0
         """Broadcasts that wait for a handshake."""
         self._peer_errors = PeerErrors(logger)
-        self.on_lost = on_lost
+        self.on_lost: Callable[[Collection[str], float], None] = lambda _, __: None
+        self.on_closed: Callable[[str, float], None] = lambda _, __: None
 
     def engines(self) -> dict[str, tuple[str, ...]]:
         """The agents of each connected engine, by its id."""
-        return self._network.engines()
+        return {engine_id: tuple(self.agents(engine_id)) for engine_id in self._network.engines()}
 
-    def agents(self, engine_id: str) -> tuple[str, ...]:
+    def agents(self, engine_id: str) -> Mapping[str, Rank]:
         """The agents of a connected engine's ranks that this rank talks to; none if it is not connected."""
         return self._network.agents_of(engine_id)
 
-    def rank_of(self, engine_id: str, agent: str) -> Rank | None:
-        """The agent's rank in a connected engine; None if it is not one of its agents."""
-        return self._network.rank_of(engine_id, agent)
-
     def is_connecting(self, engine_id: str) -> bool:
-        """Whether a handshake with the engine runs."""
-        return engine_id in self._handshakes
+        """Whether a handshake with the engine runs that ``reach`` has asked for."""
+        running = self._handshake(engine_id)
+        return running is not None and running.is_awaited and not self.agents(engine_id)
 
     @property
     def allows_any_host(self) -> bool:
@@ -141,7 +119,8 @@ class Connections:
         """The address of a connected engine: a handshake there has shown that it is this engine. Another address that
         somebody asked for proves nothing.
         """
-        return self._network.address_of(engine_id)
+        handshake = self._handshake(engine_id) if self.agents(engine_id) else None
+        return None if handshake is None else handshake.address
 
     def reach(self, address: Address, then: Then, now: float, tries: int = TRIES) -> None:
         """Connect unless connected, then call ``then``; after ``tries`` failures with the reason of the last one.
@@ -159,12 +138,12 @@ class Connections:
         if running is None:
             then(_disagreement(self.address(address.engine_id), address), now)
             return
-        self._handshakes[address.engine_id] = running
+        running.is_awaited = True
 
         def done(future: Future[Any]) -> None:
             error = future.exception()
             reason = None if error is None else _reason(error)
-            self._network.task(partial(self._over, address, then, tries, reason, running))
+            self._network.task(partial(self._over, address, then, tries, reason, running.address))
 
         running.pending.add_done_callback(done)
 
@@ -173,7 +152,7 @@ class Connections:
     ) -> None:
         """Send a notification to every rank of an engine, connecting first if need be.
 
-        If the connection turns out to be gone, ``on_lost`` is called. The peer repeats its message if it still waits.
+        If the connection turns out to be gone, it is ``lost``. The peer repeats its message if it still waits.
         If no handshake succeeds, ``otherwise`` may send the notification. It returns whether it has.
 
         While ``WAITING_KEPT`` others wait for a handshake, it is dropped: anybody can name engines to answer.
@@ -190,7 +169,7 @@ class Connections:
                 return
             reached = [self.notify(agent, payload) for agent in self.agents(address.engine_id)]
             if not all(reached):
-                self.on_lost(address.engine_id)
+                self.lost(address.engine_id)
 
         self._waiting += 1
         self.reach(address, send, now, tries=1)
@@ -229,29 +208,64 @@ class Connections:
             return False
         return True
 
-    def forget(self, engine_id: str) -> None:
-        """Drop the connection to an engine; the next ``reach`` makes a new one."""
-        self._network.disconnect(engine_id)
+    # The end of a connection.
+
+    def forget(self, engine_id: str) -> bool:
+        """Fail the pushes to an engine and drop its connection; the next ``reach`` makes a new one. False if WRITEs are
+        on their way over it: then it is closing.
+        """
+        if self._network.end_pushes(engine_id, DROPPED):
+            self._network.disconnect(engine_id)
+            return True
+        self.close(engine_id, LOST)
+        return False
+
+    def lost(self, engine_id: str) -> None:
+        """The connection to an engine turns out to be gone: it closes, and the engine's next message connects anew."""
+        self.on_lost(self.agents(engine_id), self._clock())
+        self.close(engine_id, LOST)
+
+    def close(self, engine_id: str, reason: str) -> None:
+        """The engine may be gone. Its pushes fail, and its connection is dropped as soon as no WRITE is on its way."""
+        peer = self.peers[engine_id]
+        peer.is_lost, peer.closing = True, peer.closing or reason
+        self.peers.keep(peer)
+        self._closing[engine_id] = peer
+
+    def closing(self, engine_id: str) -> str | None:
+        """The reason why the connection to this engine is closing; None if it is not."""
+        peer = self._closing.get(engine_id)
+        return None if peer is None else peer.closing
+
+    # Time.
 
     def next_due(self, _now: float) -> float | None:
         """When ``tick`` has a handshake to repeat; None: never."""
         return min((retry.due for retry in self._retries), default=None)
 
     def tick(self, now: float) -> None:
-        """Repeat the handshakes that are due."""
+        """Drop connections that can be dropped by now; repeat the handshakes that are due."""
+        for engine_id, peer in list(self._closing.items()):
+            if self._network.end_pushes(engine_id, peer.closing or LOST):
+                del self._closing[engine_id]
+                peer.closing = None
+                self._network.disconnect(engine_id)
+                self.on_closed(engine_id, now)
         due = [retry for retry in self._retries if retry.due <= now]
         self._retries = [retry for retry in self._retries if retry.due > now]
         for retry in due:
             retry.attempt()
 
-    def _over(self, address: Address, then: Then, tries: int, error: str | None, over: Handshake | None = None) -> None:
-        now = self._clock()
-        if over is not None and self._handshakes.get(address.engine_id) is over:
-            del self._handshakes[address.engine_id]
+    def _handshake(self, engine_id: str) -> Handshake | None:
+        peer = self.peers.get(engine_id)
+        return None if peer is None else peer.handshake
+
+    def _over(self, address: Address, then: Then, tries: int, error: str | None, shared: Address | None = None) -> None:
+        """A handshake is over; ``shared`` is the address at which it was begun, if it did begin."""
+        now, tried = self._clock(), shared or address
         if error is None:
             then(_disagreement(self.address(address.engine_id), address), now)
             return
-        tried = address if over is None else over.address
         if tries <= 1:
             then(f"no handshake with engine {address.engine_id!r} at {tried.host}:{tried.port}: {error}", now)
             return

@@ -29,9 +29,8 @@ LOOK_EVERY_S = 1.0
 class IdleConnections:
     """See the module's text. Writer thread only.
 
-    ``in_use`` returns the ids of engines that pushes, loads or measurements need. ``forget`` drops the connection to an
-    engine, and returns whether it could. ``delay`` returns the seconds, 0 to ``PING_EVERY_S``, for which an engine that
-    becomes idle is left alone: so a thousand engines are not pinged at once.
+    ``in_use`` returns the ids of engines that pushes, loads or measurements need. ``delay`` returns the seconds, 0 to
+    ``PING_EVERY_S``, for which an engine that becomes idle is left alone: so a thousand engines are not pinged at once.
     """
 
     def __init__(
@@ -40,14 +39,12 @@ class IdleConnections:
         connections: Connections,
         probe: Probe,
         in_use: Callable[[], Collection[str]],
-        forget: Callable[[str], bool],
         delay: Callable[[], float],
     ) -> None:
         self._engine_id = engine_id
         self._connections = connections
         self._probe = probe
         self._in_use = in_use
-        self._forget = forget
         self._watch = PeerWatch(TIMEOUT_S)
         self._delay = delay
         self._idle: dict[str, tuple[str, ...]] = {}
@@ -88,7 +85,7 @@ class IdleConnections:
                 case liveness.Reconnect(engine_id):
                     self._useless[engine_id] = "no message reaches it, although it runs"
         for engine_id, reason in list(self._useless.items()):
-            if self._forget(engine_id):
+            if self._connections.forget(engine_id):
                 self._unwatch(engine_id)
                 logger.info("layerpush: the idle connection to engine %s is dropped: %s", engine_id, reason)
 
@@ -106,7 +103,7 @@ class IdleConnections:
                 self._idle[engine_id] = agents
 
     def _start_probe(self, engine_id: str, agent: str) -> None:
-        rank, address = self._connections.rank_of(engine_id, agent), self._connections.address(engine_id)
+        rank, address = self._connections.agents(engine_id).get(agent), self._connections.address(engine_id)
         if rank is not None and address is not None:
             self._probe(agent, rank, address, partial(self._watch.verdict, engine_id, agent))
 

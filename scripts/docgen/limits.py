@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerpush.apps.proxy import body, legs, server
-from layerpush.compat import handshake, handshake_executor, heartbeats, push_worker
+from layerpush.compat import handshake, handshake_executor, heartbeats
 from layerpush.core import request_params, wire
 from layerpush.decode import early_messages, prefill_peers
 from layerpush.engine.scheduler import side_channel
@@ -11,7 +11,7 @@ from layerpush.engine.worker import dispatch, side_channel_probe
 from layerpush.prefill import claim_table, decode_peers, prompt_requests, step_schedule
 from layerpush.telemetry import peer_errors, spans, trace_file
 from layerpush.telemetry.metrics import endings, tally
-from layerpush.transport import acknowledged, connections, nixl
+from layerpush.transport import acknowledged, connections, nixl, peers
 from scripts.docgen.tables import table
 
 _FORGOTTEN, _DROPPED, _NO_ANSWER = "the oldest is forgotten", "dropped, logged", "counts as no answer"
@@ -124,22 +124,8 @@ TABLES = (
         None,
         "the oldest is dropped",
     ),
-    (
-        "P",
-        "decode engines whose connection was lost",
-        decode_peers.LOST_KEPT,
-        decode_peers.LOST_BYTES,
-        None,
-        _FORGOTTEN,
-    ),
-    (
-        "P",
-        "agents of D to reach without a handshake",
-        decode_peers.CONTACTS_KEPT,
-        decode_peers.CONTACTS_BYTES,
-        None,
-        _FORGOTTEN,
-    ),
+    ("both", "engines that are known without a connection", peers.KEPT, peers.KEPT_BYTES, None, _FORGOTTEN),
+    ("P", "contacts of one D's ranks", wire.MAX_TP_SIZE, peers.CONTACTS_BYTES, None, _FORGOTTEN),
     (
         "both",
         "agents that were notified without a handshake",
@@ -260,14 +246,6 @@ TABLES = (
         "counted as they are",
     ),
     ("both", "label values of a counter", tally.MAX_LABEL_VALUES, None, None, "counted as one, `other`"),
-    (
-        "both",
-        "geometry of disconnected engines",
-        push_worker.DEPARTED_KEPT,
-        push_worker.DEPARTED_BYTES,
-        None,
-        _FORGOTTEN,
-    ),
 )
 
 

@@ -15,8 +15,8 @@ from layerpush.core.step_plan import StepPlan
 from layerpush.prefill.push_protocol import State
 from layerpush.transport import cuda
 from layerpush.transport.base import TransportError
-from layerpush.transport.connections import Address
 from layerpush.transport.nixl import NixlTransport
+from layerpush.transport.peers import Address
 from tests.connector.engine import LAYERS, NAMES, CallingThreads, Engine, holds_prompt
 from tests.support.cudart import FakeRuntime
 from tests.support.waiting import until
@@ -299,16 +299,18 @@ def test_d_knows_the_address_from_a_heartbeats_handshake(engine: Build) -> None:
     for engine_id in (p.engine_id, "another"):
         beats.heartbeat_by_engine[engine_id] = HeartbeatInfo({"r-0"}, "127.0.0.1", p.port, 1)
     worker._send_heartbeats(beats)
-    assert until(lambda: worker.address_of(p.engine_id)) == Address(p.engine_id, "127.0.0.1", p.port, 1)
+    assert until(lambda: worker._connections.address(p.engine_id)) == Address(p.engine_id, "127.0.0.1", p.port, 1)
     d.decode_from(p, "mistaken", TOKENS, ranks=2)
     step_until(d, done=lambda: d.failed)
     asks_first(p, d)
     p.prefill("r-1", TOKENS)
     run(p, STEPS)
     ends_well(p, d)
-    until(lambda: list(worker._handshakes) == [p.engine_id])  # there is no engine "another" at that address
+    peers = worker.peers
+    until(lambda: peers["another"].handshake is None)  # there is no engine "another" at that address
+    assert peers[p.engine_id].handshake is not None
     worker.task(partial(worker.disconnect, p.engine_id))
-    until(lambda: not worker._handshakes)
+    until(lambda: peers[p.engine_id].handshake is None)
 
 
 def test_a_prefill_engine_that_does_not_listen_fails_the_load(engine: Build) -> None:

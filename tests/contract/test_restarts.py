@@ -14,10 +14,11 @@ import pytest
 
 from layerpush.core.liveness import Verdict
 from layerpush.core.wire import PEER_PREFIX
-from layerpush.transport.connections import Address, Connections, Handshake, Rank
+from layerpush.transport.connections import Connections
 from layerpush.transport.idle_connections import PING_EVERY_S, IdleConnections
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport
+from layerpush.transport.peers import Address, Handshake, Peers, Rank
 from tests.contract import restarted
 from tests.support.waiting import until
 
@@ -36,60 +37,55 @@ class Idle:
         self.registered = self.agent.register_memory([(self.memory.ctypes.data, self.memory.nbytes, 0, "")], "DRAM")
         self.writes = writes
         self.transport = NixlTransport(LockedAgent(self.agent))
-        self.peers: dict[str, tuple[str, ...]] = {}
+        self.peers = Peers()
+        self.connected: dict[str, str] = {}
         self.handles: dict[str, Any] = {}
         self.processes: dict[str, Any] = {}
         self.now = 0.0
         connections = Connections(self, self.transport, None, lambda *_: None, lambda: self.now)
-        self.idle = IdleConnections("idle", connections, self.probe, set, self.forget, lambda: 0.0)
+        self.idle = IdleConnections("idle", connections, self.probe, set, lambda: 0.0)
 
     # layerpush.transport.connections.Network
 
     def handshake(self, address: Address) -> Handshake | None:
         return Handshake(Future(), address)
 
-    def engines(self) -> dict[str, tuple[str, ...]]:
-        return dict(self.peers)
+    def engines(self) -> list[str]:
+        return list(self.connected)
 
-    def agents_of(self, engine_id: str) -> tuple[str, ...]:
-        return self.peers.get(engine_id, ())
+    def agents_of(self, engine_id: str) -> dict[str, Rank]:
+        return {self.connected[engine_id]: (0, 0)} if engine_id in self.connected else {}
 
-    def rank_of(self, engine_id: str, agent: str) -> Rank | None:
-        return (0, 0) if agent in self.agents_of(engine_id) else None
-
-    def address_of(self, engine_id: str) -> Address | None:
-        return Address(engine_id, "host", 1, 1)
+    def end_pushes(self, engine_id: str, reason: str) -> bool:
+        return True
 
     def task(self, task: Callable[[], None]) -> None:
         task()
 
     def disconnect(self, engine_id: str) -> None:
-        for agent in self.peers.pop(engine_id):
-            if self.writes:
-                self.agent.release_dlist_handle(self.handles.pop(agent))
-            self.agent.remove_remote_agent(agent)
+        agent = self.connected.pop(engine_id)
+        if self.writes:
+            self.agent.release_dlist_handle(self.handles.pop(agent))
+        self.agent.remove_remote_agent(agent)
 
-    # The prober, and the worker.
+    # The prober.
 
     def probe(self, agent: str, _: Rank, address: Address, on_verdict: Callable[[Verdict, float], None]) -> None:
         alive = self.processes[address.engine_id].is_alive()
         on_verdict(Verdict.IDENTIFIED if alive else Verdict.ENDED, self.now + 0.001)
 
-    def forget(self, engine_id: str) -> bool:
-        self.disconnect(engine_id)
-        return True
-
     # The test.
 
     def connect(self, engine_id: str, process: Any, metadata: bytes, base: int) -> None:
         agent = self.agent.add_remote_agent(metadata)
-        self.peers[engine_id], self.processes[engine_id] = (agent,), process
+        self.connected[engine_id], self.processes[engine_id] = agent, process
+        self.peers[engine_id].handshake = self.handshake(Address(engine_id, "host", 1, 1))
         if self.writes:
             self.handles[agent] = self.agent.prep_xfer_dlist(agent, pieces(base), "DRAM")
 
     def write(self, engine_id: str) -> None:
         """Write all of our memory into the peer's."""
-        (agent,) = self.peers[engine_id]
+        agent = self.connected[engine_id]
         own = self.agent.prep_xfer_dlist("", pieces(self.memory.ctypes.data), "DRAM")
         every = np.arange(restarted.BYTES // PIECE, dtype=np.int32)
         written = self.agent.make_prepped_xfer("WRITE", own, every, self.handles[agent], every, b"")
@@ -152,7 +148,7 @@ def test_ended_peers_leave_no_sockets_and_no_memory(idle: Idle) -> None:
         process.kill()
         process.join()
         ours.close()
-        until(lambda: idle.turn(PING_EVERY_S / 2) or not idle.peers)
+        until(lambda: idle.turn(PING_EVERY_S / 2) or not idle.connected)
         idle.processes.pop(engine_id).close()
         assert open_files() < connected, "its sockets are closed"
         files.append(open_files())

@@ -183,10 +183,13 @@ def tables_of_peers(host: HostedEngine) -> dict[str, list[str]]:
     worker = connector_worker()
     names = (
         "_remote_agents", "dst_xfer_side_handles", "kv_caches_base_addr", "dst_num_blocks", "tp_mappings",
-        "_engine_clock_offset", "_engine_last_active", "_handshakes",
+        "_engine_clock_offset", "_engine_last_active",
     )  # fmt: skip
     tables = {name: list(getattr(worker, name)) for name in names}
-    tables |= {"links": list(worker.links._links), "idle": list(idle_connections_of(worker)._idle)}
+    peers = worker.peers._peers
+    tables["connections"] = [engine_id for engine_id in list(peers) if peers[engine_id].is_used]
+    tables["links"] = [engine_id for engine_id in list(peers) if peers[engine_id].link is not None]
+    tables["idle"] = list(idle_connections_of(worker)._idle)
     return {name: [each for each in table if each != worker.engine_id] for name, table in tables.items()}
 
 

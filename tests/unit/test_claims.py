@@ -43,7 +43,8 @@ from layerpush.prefill.pairing import Pairing
 from layerpush.prefill.prompt_requests import ELSEWHERE_S, ENDED_S
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.telemetry.peer_errors import PeerErrors
-from tests.unit.peers_rig import Town
+from layerpush.transport.connections import LOST
+from tests.unit.fake_peers import FakePeers
 
 
 def base_id(request_id: str) -> str:
@@ -134,11 +135,12 @@ class ScriptedWriter:
             self.declined.append(request_id)
         return request_id in self.finished
 
-    def fail_engine(self, engine_id: str, reason: str) -> None:
+    def end_pushes(self, engine_id: str, reason: str) -> bool:
         self.failed.append((engine_id, reason))
+        return engine_id not in self.engines_in_flight
 
 
-class World(Town):
+class World(FakePeers):
     """Engine D has two ranks and is ``connected``, engine E has one. ``begun`` requests wait for a registration."""
 
     def __init__(
@@ -154,15 +156,14 @@ class World(Town):
         self.digests = dict(digests or {})
         self.network.listening = {"D": ("d-0", "d-1"), "E": ("e-0",)}
         if connected:
-            self.network.connected = {"D": ("d-0", "d-1")}
-            self.network.addresses = {"D": address_of(asks())}
+            self.network.connect(address_of(asks()), "d-0", "d-1")
         self.steps = (0, False)
         self.withdrawn: list[str] = []
         self.taken: dict[str, Registration] = {}
         """Registrations that had come before their request began."""
         self.claims = Claims(
             self.writer,  # type: ignore[arg-type]
-            self.peers,
+            self.connections,
             self.probe,
             self.peer_errors,
             base_id,
@@ -171,8 +172,7 @@ class World(Town):
             self.withdrawn.append,
         )
         self.begin(*begun)
-        self.closing = self.claims.peers.closing
-        self.peers.on_lost = self.claims.peers.lost
+        self.network.end_pushes = self.writer.end_pushes
 
     def is_current(self, registration: Registration) -> bool:
         return self.claims.refusal(registration) != RESTARTED
@@ -223,10 +223,11 @@ class World(Town):
 
     def loses(self, *engines: str) -> None:
         for engine in engines:
-            self.claims.peers.lost(engine)
+            self.connections.lost(engine)
 
     def tick(self, seconds: float = 0.0) -> None:
         self.now += seconds
+        self.connections.tick(self.now)
         self.claims.tick(self.now)
         self.settle()
 
@@ -1105,7 +1106,6 @@ def test_a_ping_is_answered_only_for_a_known_agent() -> None:
 
 # Lost connections: WRITEs must end first; no push begins and no answer is sent meanwhile.
 
-LOST = "the connection to the decode engine was lost"
 FAILS = [failure("cut off", drained=False), failure("cut off")]
 
 
@@ -1331,7 +1331,7 @@ def test_a_registration_is_current_only_while_its_sender_is_connected() -> None:
     world.network.connected["D"] = ("d-new",)
     assert not world.is_current(wanted)
     assert not world.is_current(asks("never/registered"))
-    world.peers.forget("D")
+    world.connections.forget("D")
     assert not world.is_current(wanted)
 
 
@@ -1344,7 +1344,7 @@ def test_a_probe_verdict_changes_nothing_while_the_connection_closes(verdict: Ve
     world.loses("D")
     world.probe.answer(verdict)
     assert world.probed == []
-    assert world.closing("D") == LOST
+    assert world.connections.closing("D") == LOST
     assert world.peer_errors.counts == {}
     world.tick()
     assert "n/p" not in world.pushes
@@ -1359,7 +1359,7 @@ def test_an_unknown_agent_is_served_after_the_engine_is_forgotten(verdict: Verdi
     """Upstream forgets an engine after a long silence."""
     world, newer = strange()
     world.network.listening["D"] = ("d-new",)
-    world.peers.forget("D")
+    world.connections.forget("D")
     world.probe.answer(verdict)
     world.tick()
     assert world.writer.pushes[1:] == [("n/p", newer)]

@@ -10,9 +10,10 @@ import pytest
 from layerpush.core.liveness import Verdict
 from layerpush.core.wire import Heartbeat, Ping
 from layerpush.transport.base import Transport
-from layerpush.transport.connections import Address, Connections
+from layerpush.transport.connections import Connections
 from layerpush.transport.idle_connections import LOOK_EVERY_S, PING_EVERY_S, IdleConnections
-from tests.unit.peers_rig import FakeMail, FakeNetwork, FakeProbe, FakeSearch
+from layerpush.transport.peers import Address
+from tests.unit.fake_peers import FakeMail, FakeNetwork, FakeProbe, FakeSearch
 
 MINUTE = PING_EVERY_S
 
@@ -31,16 +32,14 @@ class World:
         self.answers: dict[str, Verdict] = {}
         self.sent: Counter[str] = Counter()
         self.now = 1000.0
+        self.network.end_pushes = lambda engine_id, _: engine_id not in self.busy_with_writes
         transport: Transport = self.mail  # type: ignore[assignment]
         connections = Connections(self.network, transport, None, FakeSearch(), lambda: self.now)
         waits = itertools.cycle(delays)
-        self.idle = IdleConnections(
-            "us", connections, self.probe, lambda: self.in_use, self.forget, lambda: next(waits)
-        )
+        self.idle = IdleConnections("us", connections, self.probe, lambda: self.in_use, lambda: next(waits))
 
     def connect(self, engine_id: str, *agents: str) -> None:
-        self.network.connected[engine_id] = agents
-        self.network.addresses[engine_id] = Address(engine_id, "host", 5600, len(agents))
+        self.network.connect(Address(engine_id, "host", 5600, len(agents)), *agents)
         self.alive |= set(agents)
         self.answers[engine_id] = Verdict.IDENTIFIED
 
@@ -48,12 +47,6 @@ class World:
         self.alive -= set(self.network.connected[engine_id])
         self.mail.lost |= set(self.network.connected[engine_id])
         self.answers[engine_id] = Verdict.ENDED
-
-    def forget(self, engine_id: str) -> bool:
-        if engine_id in self.busy_with_writes:
-            return False
-        self.network.disconnect(engine_id)
-        return True
 
     def run(self, seconds: float, pause: float = LOOK_EVERY_S) -> None:
         until = self.now + seconds
@@ -185,6 +178,6 @@ def test_a_thousand_idle_engines_cost_nothing_between_two_looks() -> None:
     for number in range(1000):
         world.connect(f"peer-{number}", f"a-{number}")
     looks: list[float] = []
-    world.network.engines = lambda: looks.append(world.now) or {}  # type: ignore[method-assign,func-returns-value,return-value]
+    world.network.engines = lambda: looks.append(world.now) or []  # type: ignore[method-assign,func-returns-value,return-value]
     world.run(10.0, pause=0.001)
     assert len(looks) == pytest.approx(10 / LOOK_EVERY_S, abs=1)

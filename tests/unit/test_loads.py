@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -39,9 +39,10 @@ from layerpush.telemetry.metrics.catalog import LOAD, LOADS, LOST_PEERS
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_records import LoadRecord
-from layerpush.transport.connections import TRIES, Address
+from layerpush.transport.connections import TRIES
+from layerpush.transport.peers import Address
 from tests.support.measured import measured
-from tests.unit.peers_rig import Town
+from tests.unit.fake_peers import FakePeers
 
 PATIENCE_S = 20.0
 P = Address("P", "10.0.0.5", 5600, tp_size=1, notify_only=True)
@@ -101,8 +102,8 @@ class ScriptedWatch:
     def cut(self, agent: str) -> None:
         self.cut_agents.append(agent)
 
-    def reconnected(self, agents: tuple[str, ...]) -> None:
-        self.reconnections.append(agents)
+    def reconnected(self, agents: Iterable[str]) -> None:
+        self.reconnections.append(tuple(agents))
 
     def verdict(self, engine_id: str, agent: str, verdict: Verdict, now: float) -> None:
         self.verdicts.append((engine_id, agent, verdict, now))
@@ -113,12 +114,9 @@ class ScriptedWatch:
 
 
 class Engine:
-    """The worker of the loads: ``known`` are the requests that its main thread tracks, ``told`` the reports, in order;
-    ``forget`` drops a connection.
-    """
+    """The worker of the loads: ``known`` are the requests that its main thread tracks, ``told`` the reports."""
 
-    def __init__(self, forget: Callable[[str], bool]) -> None:
-        self.forget_engine = forget
+    def __init__(self) -> None:
         self.records: list[LoadRecord] = []
         self.known: set[str] = set()
         self.misfit: str | None = None
@@ -164,7 +162,7 @@ class Engine:
         self.on_told(what, request_id)
 
 
-class World(Town):
+class World(FakePeers):
     """``ranks`` of prefill engine P, and a decode rank of an engine of ``world_size``."""
 
     def __init__(
@@ -173,12 +171,11 @@ class World(Town):
         world_size: int = 1,
         allowed: tuple[str, ...] | None = None,
         scripted: bool = True,
-        forget: Callable[[str], bool] | None = None,
     ) -> None:
         super().__init__(allowed)
         self.agents = tuple(f"p-{rank}" for rank in range(ranks))
         self.network.listening = {"P": self.agents}
-        self.watch, self.engine = ScriptedWatch(), Engine(forget or self.forget)
+        self.watch, self.engine = ScriptedWatch(), Engine()
         self.peer_errors = PeerErrors(logging.getLogger("test"))
         self.recorder = Recorder()
         watch = self.watch if scripted else liveness.PeerWatch(PATIENCE_S)
@@ -186,15 +183,11 @@ class World(Town):
             "D",
             world_size,
             PATIENCE_S,
-            PrefillPeers("D", self.peers, watch, self.probe, self.engine, self.recorder),  # type: ignore[arg-type]
+            PrefillPeers("D", self.connections, watch, self.probe, self.engine, self.recorder),  # type: ignore[arg-type]
             self.engine,
             self.peer_errors,
             self.recorder,
         )
-
-    def forget(self, engine_id: str) -> bool:
-        self.peers.forget(engine_id)
-        return True
 
     def awaits(self, request_id: str = "r", known: bool = True, sampling: str | None = None) -> None:
         self.engine.known |= {request_id} if known else set()
@@ -770,7 +763,7 @@ def test_a_failed_reconnection_is_logged_and_left_to_the_watch(caplog: pytest.Lo
         world.network.reject("P", OSError("no route"))
         world.settle()
     assert "no route" in caplog.text
-    assert not world.peers._retries
+    assert not world.connections._retries
     assert world.told == []
 
 
@@ -903,7 +896,7 @@ def test_a_probe_uses_the_address_of_the_handshake_and_not_of_a_later_request() 
 def test_a_request_with_a_different_number_of_ranks_is_not_awaited() -> None:
     world = World(ranks=2)
     two = Address("P", "10.0.0.5", 5600, tp_size=2)
-    world.network.connected, world.network.addresses = {"P": world.agents}, {"P": two}
+    world.network.connect(two, *world.agents)
     world.loads.register(registration("s"), two, EXTRA, world.now)
     world.awaits()
     world.tick()
@@ -911,42 +904,29 @@ def test_a_request_with_a_different_number_of_ranks_is_not_awaited() -> None:
     assert {read(payload).request_id for _, payload in world.mail.sent} == {"s"}  # type: ignore[union-attr]
 
 
-def asks_its_host(answer: bool) -> tuple[list[str], Callable[[str], bool]]:
-    """A host that drops no connection, and the requests to drop one."""
-    asked: list[str] = []
-
-    def forget(engine_id: str) -> bool:
-        asked.append(engine_id)
-        return answer
-
-    return asked, forget
-
-
-def test_a_connection_is_dropped_only_through_the_forget_callback() -> None:
-    """Pushes of this rank may be on their way to that engine."""
-    asked, forget = asks_its_host(True)
-    world = World(forget=forget)
+def test_pushes_to_an_engine_fail_before_its_connection_is_dropped() -> None:
+    world, ended = World(), list[tuple[str, list[str]]]()
+    world.network.end_pushes = lambda engine_id, _: ended.append((engine_id, list(world.network.connected))) or True  # type: ignore[func-returns-value]
     world.awaiting("p-0")
     world.orders(liveness.Reconnect("P"))
     assert world.watch.reconnections == [("p-0",)]
     world.mail.lost = {"p-0"}
     world.awaits("s")
     world.orders(liveness.ReportGone("P", "p-0", "it has ended"))
-    assert asked == ["P", "P", "P"]
-    assert world.network.forgotten == []
+    assert ended == 3 * [("P", ["P"])]
+    assert world.network.forgotten == ["P", "P", "P"]
 
 
 def test_a_connection_with_pushes_in_flight_is_kept() -> None:
     """Then no new connection is made, and the failure remains."""
-    asked, forget = asks_its_host(False)
-    world = World(forget=forget)
+    world = World()
+    world.network.end_pushes = lambda _, __: False
     world.awaiting("p-0")
     world.orders(liveness.Reconnect("P"))
-    assert asked == ["P"]
     world.mail.lost = {"p-0"}
     world.awaits("s")
     world.tick()
-    assert asked == ["P", "P"]
+    assert world.network.forgotten == []
     assert world.engine.told == [("failed", "s")]
     assert world.watch.lost_agents == ["p-0"]
     assert world.watch.cut_agents == []
@@ -969,7 +949,7 @@ def test_a_probe_uses_the_address_of_a_connection_made_by_vllm() -> None:
     there a living process seems dead, or a dead one never ends.
     """
     world = World()
-    world.network.connected, world.network.addresses = {"P": world.agents}, {"P": P}
+    world.network.connect(P, *world.agents)
     world.loads.register(registration("mistaken"), Address("P", "192.0.2.1", 1, 1), EXTRA, world.now)
     world.awaiting("p-0")
     for _ in range(2):
@@ -997,7 +977,7 @@ def test_a_reconnection_uses_the_address_of_the_last_successful_handshake() -> N
 def test_a_connection_lost_elsewhere_is_evidence_only_against_a_lone_agent(ranks: int, lost: list[str]) -> None:
     world = World(ranks)
     world.awaiting(*world.agents)
-    world.loads.peers.connection_lost(world.agents, world.now)
+    world.connections.on_lost(world.agents, world.now)
     assert world.watch.lost_agents == lost
     assert world.watch.cut_agents == list(world.agents)
 
@@ -1007,8 +987,8 @@ def test_a_death_is_found_although_the_connection_was_dropped_elsewhere(ranks: i
     """A lone rank must be the one that died; of two it may be either. No send of ours will fail any more."""
     world = World(ranks, scripted=False)
     world.awaiting(*world.agents)
-    world.loads.peers.connection_lost(world.agents, world.now)
-    world.peers.forget("P")
+    world.connections.on_lost(world.agents, world.now)
+    world.connections.forget("P")
     world.network.listening = {}
     for _ in range(int(4 * 3 * PATIENCE_S)):
         dies_a_little(world)

@@ -11,6 +11,7 @@ import pytest
 from layerpush.core.wire import Registration
 from layerpush.prefill.links import NO_ANSWER, OLD_RELEASE, Links
 from layerpush.transport.link import Link
+from layerpush.transport.peers import Peers
 
 DIRECT = Link("D", (), (8,))
 STOCK = Registration(
@@ -33,7 +34,7 @@ def connect(registration: Registration, *, acknowledges: bool) -> Link | str:
         touch_engine=lambda engine_id: None,
         mismatch=lambda engine_id: None,
     )
-    connections: Any = None
+    connections: Any = SimpleNamespace(peers=Peers())
     links = Links(worker, connections)
     return links.refusal(registration) or links.to(registration)
 

@@ -69,7 +69,7 @@ from layerpush.telemetry.metrics.recorder import Ending
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import SCHEDULER_RANK
-from layerpush.transport.connections import Address
+from layerpush.transport.peers import Address
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

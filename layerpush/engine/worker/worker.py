@@ -78,9 +78,10 @@ from layerpush.telemetry.spans import SpannedTrace, Spans
 from layerpush.telemetry.trace_records import LoadRecord, clock_name
 from layerpush.transport import cuda
 from layerpush.transport.base import TransportError
-from layerpush.transport.connections import Address, Connections, Rank
+from layerpush.transport.connections import Connections
 from layerpush.transport.idle_connections import PING_EVERY_S, IdleConnections
 from layerpush.transport.link import Link
+from layerpush.transport.peers import Address, Rank
 from layerpush.transport.transfer import Transfer
 from layerpush.transport.writes import Writes
 
@@ -164,9 +165,7 @@ class LayerwisePushWorker(VllmPushWorker):
             hooked=hooked,
             drafted=module_hooks.drafted(self.vllm_config, layout.index_of),
         )
-        self._connections = Connections(
-            self, self.transport, config.allowed_hosts, self._search, on_lost=self._peer_lost
-        )
+        self._connections = Connections(self, self.transport, config.allowed_hosts, self._search)
         self.links = Links(self, self._connections)
         self.writer = PushWriter(
             self._identity(fallback),
@@ -207,7 +206,6 @@ class LayerwisePushWorker(VllmPushWorker):
             self._connections,
             self._probe_peer,
             lambda: self.engines_in_use,
-            self.forget_engine,
             partial(random.uniform, 0.0, PING_EVERY_S),
         )
         dispatcher = Dispatcher(
@@ -440,19 +438,7 @@ class LayerwisePushWorker(VllmPushWorker):
         for pp_rank, tp_rank in product(range(address.pp_size), range(address.tp_size)):
             self._prober.search(address.host, address.port, tp_rank, found, pp_rank)
 
-    def _peer_lost(self, engine_id: str) -> None:
-        self.loads.peers.connection_lost(self.agents_of(engine_id), time.perf_counter())
-        self.claims.peers.lost(engine_id)
-
-    def forget_engine(self, engine_id: str) -> bool:
-        """Drop the connection to an engine; False if WRITEs are on their way to it."""
-        self.writer.fail_engine(engine_id, "the connection to the decode engine was dropped")
-        if engine_id in self.writer.engines_in_flight:
-            self.claims.peers.lost(engine_id)
-            return False
-        self._connections.forget(engine_id)
-        return True
-
-    def disconnecting(self, engine_id: str) -> None:
-        """Forget the link to an engine before its connection is dropped."""
-        self.links.forget(engine_id)
+    def end_pushes(self, engine_id: str, reason: str) -> bool:
+        """Fail the pushes to an engine. Returns whether no WRITE is on its way to it."""
+        self.writer.fail_engine(engine_id, reason)
+        return engine_id not in self.writer.engines_in_flight

@@ -34,7 +34,7 @@ from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_records import LoadRecord
-from layerpush.transport.connections import Address
+from layerpush.transport.peers import Address
 from tests.support.fake_transport import Descriptors, FakeWrite
 from tests.unit.both_sides.process import (
     BLOCK_BYTES,
@@ -107,16 +107,11 @@ class DecodeEngine(Process):
             engine_id,
             1,
             PEER_TIMEOUT_S,
-            PrefillPeers(engine_id, self.peers, self.watch, self.probe, self, recorder),
+            PrefillPeers(engine_id, self.connections, self.watch, self.probe, self, recorder),
             self,
             self.peer_errors,
             recorder,
         )
-
-    def forget_engine(self, engine_id: str) -> bool:
-        """This rank posts no WRITEs."""
-        self.peers.forget(engine_id)
-        return True
 
     # The scheduler.
 
@@ -203,7 +198,7 @@ class DecodeEngine(Process):
     def decline(self, address: Address, message: Decline) -> None:
         """To the current prefill engine, connected or not."""
         for process in self.world.prefill.processes if self.world.prefill is not None else ():
-            self.peers.notify_unconnected(process.name.encode(), encode_quietly(message))
+            self.connections.notify_unconnected(process.name.encode(), encode_quietly(message))
 
     def loaded(self, completions: Sequence[bytes]) -> None:
         messages = [read(completion) for completion in completions]
@@ -270,7 +265,7 @@ class DecodeEngine(Process):
             self.world.prefill.extend_leases(set(asked))
         super().turn()
         self.schedule()
-        self.peers.tick(self.world.now)
+        self.connections.tick(self.world.now)
         self.open_loads.tick(self.world.now)
 
     def take(self, sender: str, message: Message, payload: bytes) -> None:

@@ -24,7 +24,8 @@ from layerpush.prefill.pairing import Pairing
 from layerpush.prefill.push_session import PushSession
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
-from layerpush.transport.connections import TRIES, Address, Connections, Then
+from layerpush.transport.connections import TRIES, Connections, Then
+from layerpush.transport.peers import Address
 
 Patch = pytest.MonkeyPatch
 
@@ -285,9 +286,9 @@ def a_request_says_where_a_connected_engine_is(patch: Patch) -> None:
             asked.setdefault((self, address.engine_id), address)
         reach(self, address, then, now, tries)
 
-    def forgetting(self: Connections, engine_id: str) -> None:
+    def forgetting(self: Connections, engine_id: str) -> bool:
         asked.pop((self, engine_id), None)
-        forget(self, engine_id)
+        return forget(self, engine_id)
 
     patch.setattr(Connections, "reach", trusting)
     patch.setattr(Connections, "forget", forgetting)

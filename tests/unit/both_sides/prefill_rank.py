@@ -95,14 +95,13 @@ class PrefillRank(Process):
             wait_at_random(self.writer, random.Random(rank))
         self.claims = Claims(
             self.writer,
-            self.peers,
+            self.connections,
             self.probe,
             self.peer_errors,
             base_id,
             lambda: self.capture.steps,
             UNKNOWN_S,
         )
-        self.peers.on_lost = self.claims.peers.lost
 
     def _strategy(self) -> PackingStrategy | None:
         packing = self.world.packing
@@ -174,7 +173,7 @@ class PrefillRank(Process):
         self.evictions.clear()
         super().turn()
         self.writer.turn()
-        self.peers.tick(self.world.now)
+        self.connections.tick(self.world.now)
         self.claims.tick(self.world.now)
 
     def take(self, sender: str, message: Message, payload: bytes) -> None:
@@ -193,7 +192,7 @@ class PrefillRank(Process):
                 assert isinstance(message, Heartbeat)
 
     def _route(self, engine_id: str) -> Route:
-        return Route(self.agents_of(engine_id)[0], 0, "kv", (self.engine.size, self.rank))
+        return Route(next(iter(self.agents_of(engine_id))), 0, "kv", (self.engine.size, self.rank))
 
     def take_registration(self, request_id: str, _: float) -> Registration | None:
         return self.claims.take_registration(request_id, self.world.now)
@@ -248,7 +247,11 @@ class PrefillRank(Process):
         agent, registration = self.whole.pop(id(transfer.handle))
         if landed:
             self.world.note_completion(self, registration)
-            self.peers.notify(agent, encode_completion(registration.request_id, self.world_size))
+            self.connections.notify(agent, encode_completion(registration.request_id, self.world_size))
+
+    def end_pushes(self, engine_id: str, reason: str) -> bool:
+        self.writer.fail_engine(engine_id, reason)
+        return engine_id not in self.writer.engines_in_flight
 
     def report_sent(self, request_id: str) -> None:
         """The main thread reports the request as sent."""
@@ -262,8 +265,7 @@ class PrefillRank(Process):
         assert not self.writer.engines_in_use | self.writer.engines_in_flight
         assert self.claims.pending == 0
         assert not list(self.claims._prompts), "an ended request was not forgotten"
-        peers = self.claims.peers
-        assert not any([peers._held, peers._closing, self.evictions])
+        assert not any([self.claims.peers._held, self.connections._closing, self.evictions])
 
 
 def descriptor_ids(blocks: list[int]) -> list[int]:

@@ -18,7 +18,8 @@ from layerpush.core.wire import Message, read
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.acknowledged import AcknowledgedTransport
 from layerpush.transport.base import Transport, TransportError
-from layerpush.transport.connections import Address, Connections, Handshake, Rank
+from layerpush.transport.connections import Connections
+from layerpush.transport.peers import Address, Handshake, Peers, Rank
 
 if TYPE_CHECKING:
     from tests.unit.both_sides.world import World
@@ -111,7 +112,7 @@ class Mail:
 
 
 class Process:
-    """A `Network` for `Peers`. Nothing in it happens unless the process is given a turn."""
+    """A `Network` for `Connections`. Nothing in it happens unless the process is given a turn."""
 
     def __init__(self, world: World, engine_id: str, rank: int) -> None:
         self.world, self.engine_id, self.rank = world, engine_id, rank
@@ -122,34 +123,33 @@ class Process:
             self.transport = AcknowledgedTransport(self.endpoint, clock=lambda: world.now)
         self.peer_errors = PeerErrors(logging.getLogger("vllm.layerpush.test"))
         self.connected: dict[str, tuple[str, ...]] = {}
+        self.peers = Peers()
         self.handshakes: dict[str, tuple[float, Handshake]] = {}
-        self.addresses: dict[str, Address] = {}
         self.probes: list[Asked] = []
         self.tasks: deque[Callable[[], None]] = deque()
-        self.peers = Connections(self, Mail(self), None, self._search, clock=lambda: world.now)
+        self.connections = Connections(self, Mail(self), None, self._search, clock=lambda: world.now)
 
     # layerpush.transport.connections.Network
 
     def handshake(self, address: Address) -> Handshake | None:
         if address.engine_id in self.connected:
             return None
-        return self.handshakes.setdefault(address.engine_id, (self.world.now, Handshake(Future(), address)))[1]
+        running = self.handshakes.setdefault(address.engine_id, (self.world.now, Handshake(Future(), address)))[1]
+        self.peers[address.engine_id].handshake = running
+        return running
 
-    def engines(self) -> dict[str, tuple[str, ...]]:
-        return dict(self.connected)
+    def engines(self) -> list[str]:
+        return list(self.connected)
 
-    def agents_of(self, engine_id: str) -> tuple[str, ...]:
-        return self.connected.get(engine_id, ())
+    def agents_of(self, engine_id: str) -> dict[str, Rank]:
+        return {agent: (0, rank) for rank, agent in enumerate(self.connected.get(engine_id, ()))}
 
-    def rank_of(self, engine_id: str, agent: str) -> Rank | None:
-        agents = self.agents_of(engine_id)
-        return (0, agents.index(agent)) if agent in agents else None
-
-    def address_of(self, engine_id: str) -> Address | None:
-        return self.addresses.get(engine_id) if engine_id in self.connected else None
+    def end_pushes(self, engine_id: str, reason: str) -> bool:
+        return True
 
     def disconnect(self, engine_id: str) -> None:
         self.connected.pop(engine_id, None)
+        self.peers[engine_id].handshake = None
 
     def accuse(self, text: str) -> None:
         """Note a forbidden use of memory."""
@@ -187,10 +187,10 @@ class Process:
                 continue
             del self.handshakes[engine_id]
             if engine is None or unanswered:
+                self.peers[engine_id].handshake = None
                 handshake.pending.set_exception(ConnectionRefusedError() if engine is None else TimeoutError())
             else:
                 self.connected[engine_id] = tuple(process.name for process in engine.processes)
-                self.addresses[engine_id] = handshake.address
                 handshake.pending.set_result(None)
 
     def _end_probes(self) -> None:
@@ -215,6 +215,6 @@ class Process:
         assert not self.handshakes
         assert not self.probes
         assert not self.tasks
-        assert not self.peers._retries
+        assert not self.connections._retries
         assert not self.endpoint._live
         assert not [write for write in self.endpoint._released if write.target.alive]

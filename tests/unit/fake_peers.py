@@ -11,64 +11,67 @@ from itertools import chain
 from layerpush.core.liveness import Verdict
 from layerpush.core.wire import Message, read
 from layerpush.transport.base import PeerLostError, TransportError
-from layerpush.transport.connections import Address, Connections, Handshake, Rank
+from layerpush.transport.connections import Connections
+from layerpush.transport.peers import Address, Handshake, Peers, Rank
 
 
 class FakeNetwork:
-    """``listening``: engines whose handshakes succeed at once, and their agents.
-
-    An engine that a test puts into ``connected`` has the address that the test puts into ``addresses``, or none.
+    """``listening``: engines whose handshakes succeed at once, and their agents. An engine that a test puts into
+    ``connected`` has an address only by ``connect``. ``end_pushes``: see ``Network``.
     """
 
     def __init__(self) -> None:
+        self.peers = Peers()
         self.listening: dict[str, tuple[str, ...]] = {}
         self.connected: dict[str, tuple[str, ...]] = {}
         self.handshakes: list[Address] = []
         self.broken: Exception | None = None
         self.forgotten: list[str] = []
         self.tasks: deque[Callable[[], None]] = deque()
-        self.addresses: dict[str, Address] = {}
-        self._pending: dict[str, Handshake] = {}
+        self.end_pushes: Callable[[str, str], bool] = lambda _, __: True
 
     def handshake(self, address: Address) -> Handshake | None:
         if self.broken is not None:
             raise self.broken
         if address.engine_id in self.connected:
             return None
-        if address.engine_id not in self._pending:
+        peer = self.peers[address.engine_id]
+        if peer.handshake is None:
             self.handshakes.append(address)
-            self._pending[address.engine_id] = Handshake(Future(), address)
+            peer.handshake = Handshake(Future(), address)
             if address.engine_id in self.listening:
                 self.answer(address.engine_id, *self.listening[address.engine_id])
-                return self._answered
-        return self._pending[address.engine_id]
+        return peer.handshake
 
     def answer(self, engine_id: str, *agents: str) -> None:
         """The handshake succeeds. Its callers run as tasks."""
         self.connected[engine_id] = agents
-        self._answered = self._pending.pop(engine_id)
-        self.addresses[engine_id] = self._answered.address
-        self._answered.pending.set_result(None)
+        self._running(engine_id).pending.set_result(None)
 
     def reject(self, engine_id: str, error: Exception) -> None:
-        self._pending.pop(engine_id).pending.set_exception(error)
+        running, self.peers[engine_id].handshake = self._running(engine_id), None
+        running.pending.set_exception(error)
 
-    def engines(self) -> dict[str, tuple[str, ...]]:
-        return dict(self.connected)
+    def _running(self, engine_id: str) -> Handshake:
+        handshake = self.peers[engine_id].handshake
+        assert handshake is not None
+        return handshake
 
-    def agents_of(self, engine_id: str) -> tuple[str, ...]:
-        return self.connected.get(engine_id, ())
+    def connect(self, address: Address, *agents: str) -> None:
+        """vLLM has connected an engine."""
+        self.connected[address.engine_id] = agents
+        self.peers[address.engine_id].handshake = Handshake(Future(), address)
 
-    def rank_of(self, engine_id: str, agent: str) -> Rank | None:
-        agents = self.agents_of(engine_id)
-        return (0, agents.index(agent)) if agent in agents else None
+    def engines(self) -> list[str]:
+        return list(self.connected)
 
-    def address_of(self, engine_id: str) -> Address | None:
-        return self.addresses.get(engine_id) if engine_id in self.connected else None
+    def agents_of(self, engine_id: str) -> dict[str, Rank]:
+        return {agent: (0, rank) for rank, agent in enumerate(self.connected.get(engine_id, ()))}
 
     def disconnect(self, engine_id: str) -> None:
         self.forgotten.append(engine_id)
         self.connected.pop(engine_id, None)
+        self.peers[engine_id].handshake = None
 
     def task(self, task: Callable[[], None]) -> None:
         self.tasks.append(task)
@@ -146,17 +149,17 @@ class FakeProbe:
         return asked
 
 
-class Town:
-    """A network, its mail, its peers and a clock."""
+class FakePeers:
+    """Engines to connect to, and our connections to them."""
 
     def __init__(self, allowed_hosts: tuple[str, ...] | None = None) -> None:
         self.now = 100.0
         self.network, self.probe, self.search = FakeNetwork(), FakeProbe(), FakeSearch()
         self.mail = FakeMail(lambda: chain.from_iterable(self.network.connected.values()))
-        self.peers = Connections(self.network, self.mail, allowed_hosts, self.search, clock=lambda: self.now)
+        self.connections = Connections(self.network, self.mail, allowed_hosts, self.search, clock=lambda: self.now)
 
     def settle(self) -> None:
         """Does all work that waits only for the writer thread."""
         self.network.run()
-        self.peers.tick(self.now)
+        self.connections.tick(self.now)
         self.network.run()
