@@ -8,14 +8,14 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class Verdict(enum.Enum):
     """The result of a probe of an engine's side channel, for one of its agents."""
 
     ALIVE = "the side channel names this agent"
-    IDENTIFIED = "the side channel names this agent, and its engine runs layerpush"
+    SPEAKS_LAYERPUSH = "the side channel names this agent, and its engine runs layerpush"
     ENDED = "no process listens there, or another one answers: the process that could write is dead"
     UNKNOWN = "no answer, or an unreadable one: proves nothing"
 
@@ -26,11 +26,11 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class SendPing(Action):
-    """Ping the agent, or, if it is not ``identified`` as a layerpush rank, send it an empty heartbeat."""
+    """Ping the agent, or, if it is not known that it ``speaks_layerpush``, send it an empty heartbeat."""
 
     engine_id: str
     agent: str
-    identified: bool
+    speaks_layerpush: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Reconnect(Action):
     engine_id: str
 
 
-SETTLE_S = 0.5
+PROBE_GAP_S = 0.5
 """Minimum seconds between the two probes that prove an agent's end: a restarting listener refuses one, too."""
 PROBE_LOST_S = 30.0
 """A probe that has no verdict after this time will never have one."""
@@ -80,7 +80,7 @@ class _Agent:
     ping_at: float
     probe_from: float
     """Do not probe it earlier."""
-    identified: bool = False
+    speaks_layerpush: bool = False
     pinged_at: float | None = None
     """When the first unanswered ping was sent. Silence counts from then, so pauses of our own process do not count."""
     lost: bool = False
@@ -101,46 +101,58 @@ class _Probe:
     started_at: float
 
 
+@dataclass(slots=True)
+class _Engine:
+    """The awaited agents of one engine, the probe that runs, and whether a `Reconnect` is due."""
+
+    agents: dict[str, _Agent] = field(default_factory=dict)
+    probe: _Probe | None = None
+    reconnects: bool = False
+
+
 class PeerWatch:
     """Watches the prefill processes from which loads are awaited.
 
     An agent is *gone* when all of this holds:
 
     - a send to it failed;
-    - two probes found that it had ended, and the second began at least ``SETTLE_S`` after the first was over;
+    - two probes found that it had ended, and the second began at least ``PROBE_GAP_S`` after the first was over;
     - nothing has come from it since the first probe began.
 
     Probes alone prove too little: with several ranks the listener lives in another process than the writer, and may die
     on its own.
 
-    An agent is *identified* when it has sent a message that only layerpush sends, or when its side channel has said
-    that layerpush runs it. An identified agent is *silent* when nothing has come from it for ``timeout_s``, in spite of
-    pings for the last three quarters of it. Silence does not prove its death, and is reported once. An agent that is
-    not identified never answers a ping, so it is probed.
+    An agent *speaks layerpush* when it has sent a message that only layerpush sends, or when its side channel has said
+    that layerpush runs it. Such an agent is *silent* when nothing has come from it for ``timeout_s``, in spite of pings
+    for the last three quarters of it. Silence does not prove its death, and is reported once. Another agent never
+    answers a ping, so it is probed.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._beat_s = timeout_s / 4
-        self._pause_s = max(self._beat_s, SETTLE_S)
-        self._engines: dict[str, dict[str, _Agent]] = {}
+        self._pause_s = max(self._beat_s, PROBE_GAP_S)
+        self._engines: dict[str, _Engine] = {}
         self._engine_of: dict[str, str] = {}
-        self._probes: dict[str, _Probe] = {}
-        self._reconnects: set[str] = set()
+        """The engine of each agent: an index."""
 
     def __len__(self) -> int:
         return len(self._engine_of)
 
-    def add(self, engine_id: str, agents: Collection[str], now: float, identified: Container[str] = ()) -> None:
-        """Another session awaits something from these agents. Those in ``identified`` were identified before."""
+    def engine_of(self, name: str) -> str | None:
+        """The engine of an agent that is watched."""
+        return self._engine_of.get(name)
+
+    def add(self, engine_id: str, agents: Collection[str], now: float, speaks_layerpush: Container[str] = ()) -> None:
+        """Another session awaits something from these agents. Those in ``speaks_layerpush`` were known to do that."""
         for name in agents:
             agent = self._find(name)
             if agent is None:
                 agent = _Agent(0, heard_at=now, ping_at=now + self._beat_s, probe_from=now)
                 self._engine_of[name] = engine_id
-                self._engines.setdefault(engine_id, {})[name] = agent
+                self._engines.setdefault(engine_id, _Engine()).agents[name] = agent
             agent.sessions += 1
-            agent.identified |= name in identified
+            agent.speaks_layerpush |= name in speaks_layerpush
             agent.unreported = agent.gone
             if agent.silent:
                 agent.silent, agent.pinged_at = False, None
@@ -153,18 +165,16 @@ class PeerWatch:
                 continue
             agent.sessions -= 1
             if agent.sessions == 0:
-                del self._engine_of[name], self._engines[engine_id][name]
-        if not self._engines.get(engine_id, True):
+                del self._engine_of[name], self._engines[engine_id].agents[name]
+        if engine_id in self._engines and not self._engines[engine_id].agents:
             del self._engines[engine_id]
-            self._probes.pop(engine_id, None)
-            self._reconnects.discard(engine_id)
 
-    def on_message(self, name: str, now: float, identified: bool) -> None:
-        """A message came from this agent; ``identified``: only layerpush sends such a message."""
+    def on_message(self, name: str, now: float, speaks_layerpush: bool) -> None:
+        """A message came from this agent; ``speaks_layerpush``: only layerpush sends such a message."""
         agent = self._find(name)
         if agent is not None and not agent.gone:
             agent.heard_at, agent.pinged_at, agent.ended_at = now, None, None
-            agent.identified |= identified
+            agent.speaks_layerpush |= speaks_layerpush
             agent.silent = False
             agent.lost = agent.lost and agent.cut  # without a connection no send could fail and set it again
 
@@ -174,7 +184,7 @@ class PeerWatch:
         if agent is not None and not agent.lost:
             agent.lost = True
             if agent.ended_at is not None:
-                agent.probe_from = min(agent.probe_from, max(now, agent.ended_at + SETTLE_S))
+                agent.probe_from = min(agent.probe_from, max(now, agent.ended_at + PROBE_GAP_S))
 
     def cut(self, name: str) -> None:
         """There is no connection to this agent, because we dropped it: it is probed, and connected anew if it lives."""
@@ -191,10 +201,11 @@ class PeerWatch:
 
     def verdict(self, engine_id: str, name: str, verdict: Verdict, now: float) -> None:
         """The result of a probe. One that is not awaited is ignored."""
-        probe, agent = self._probes.get(engine_id), self._find(name)
-        if probe is None or probe.agent != name:
+        engine = self._engines.get(engine_id)
+        if engine is None or engine.probe is None or engine.probe.agent != name:
             return
-        del self._probes[engine_id]
+        probe, engine.probe = engine.probe, None
+        agent = engine.agents.get(name)
         if agent is None:
             return
         agent.probe_from = now + self._pause_s
@@ -205,17 +216,17 @@ class PeerWatch:
         if verdict is Verdict.UNKNOWN or verdict is Verdict.ENDED:
             return
         if agent.lost or agent.cut:
-            self._reconnects.add(engine_id)
-        if not agent.identified:
+            engine.reconnects = True
+        if not agent.speaks_layerpush:
             agent.heard_at = now  # no other sign of life comes from it
-            if verdict is Verdict.IDENTIFIED:  # it had heartbeats only, which need no answer
-                agent.identified, agent.pinged_at, agent.ping_at = True, None, now
+            if verdict is Verdict.SPEAKS_LAYERPUSH:  # it had heartbeats only, which need no answer
+                agent.speaks_layerpush, agent.pinged_at, agent.ping_at = True, None, now
 
     def due(self, now: float) -> list[Action]:
         """The actions that are due by ``now``; each is returned once."""
         actions: list[Action] = []
-        for engine_id, agents in self._engines.items():
-            for name, agent in agents.items():
+        for engine_id, engine in self._engines.items():
+            for name, agent in engine.agents.items():
                 if agent.unreported:
                     agent.unreported = False
                     actions.append(ReportGone(engine_id, name, f"the process of prefill agent {name} has ended"))
@@ -227,22 +238,22 @@ class PeerWatch:
                 if not agent.gone and now >= agent.ping_at:
                     agent.ping_at = now + self._beat_s
                     agent.pinged_at = now if agent.pinged_at is None else agent.pinged_at
-                    actions.append(SendPing(engine_id, name, agent.identified))
-            if engine_id in self._reconnects:
-                self._reconnects.remove(engine_id)
+                    actions.append(SendPing(engine_id, name, agent.speaks_layerpush))
+            if engine.reconnects:
+                engine.reconnects = False
                 actions.append(Reconnect(engine_id))
-            probe_at, name = self._next_probe(engine_id)
+            probe_at, name = self._next_probe(engine)
             if now >= probe_at:
-                self._probes[engine_id] = _Probe(name, now)
+                engine.probe = _Probe(name, now)
                 actions.append(StartProbe(engine_id, name))
         return actions
 
     def next_due(self, now: float) -> float | None:
         """When ``due`` will return an action if nothing happens until then; ``now`` if one is due already."""
-        times = [now] if self._reconnects else []
-        for engine_id, agents in self._engines.items():
-            times.append(self._next_probe(engine_id)[0])
-            for agent in agents.values():
+        times: list[float] = []
+        for engine in self._engines.values():
+            times.append(now if engine.reconnects else self._next_probe(engine)[0])
+            for agent in engine.agents.values():
                 times.append(now if agent.unreported else self._silent_at(agent))
                 times.append(math.inf if agent.gone else agent.ping_at)
         soonest = min(times, default=math.inf)
@@ -252,22 +263,21 @@ class PeerWatch:
         agent.ping_at = now  # if it lives it answers, if not the send fails
         if agent.ended_at is None:
             agent.ended_at = now
-            agent.probe_from = now + SETTLE_S
-        elif agent.lost and probe.started_at >= agent.ended_at + SETTLE_S:
+            agent.probe_from = now + PROBE_GAP_S
+        elif agent.lost and probe.started_at >= agent.ended_at + PROBE_GAP_S:
             agent.gone = agent.unreported = True
 
     def _silent_at(self, agent: _Agent) -> float:
-        if agent.gone or agent.silent or not agent.identified or agent.pinged_at is None:
+        if agent.gone or agent.silent or not agent.speaks_layerpush or agent.pinged_at is None:
             return math.inf
         return agent.pinged_at + self._timeout_s - self._beat_s
 
-    def _next_probe(self, engine_id: str) -> tuple[float, str]:
+    def _next_probe(self, engine: _Engine) -> tuple[float, str]:
         """The time of the engine's next probe, and its agent. One probe runs at a time."""
-        running = self._probes.get(engine_id)
-        not_before = -math.inf if running is None else running.started_at + PROBE_LOST_S
+        not_before = -math.inf if engine.probe is None else engine.probe.started_at + PROBE_LOST_S
         wanted = [
             (max(not_before, agent.probe_from, self._doubted_at(agent)), name)
-            for name, agent in self._engines[engine_id].items()
+            for name, agent in engine.agents.items()
             if not agent.gone
         ]
         return min(wanted, default=(math.inf, ""))
@@ -278,4 +288,4 @@ class PeerWatch:
 
     def _find(self, name: str) -> _Agent | None:
         engine_id = self._engine_of.get(name)
-        return None if engine_id is None else self._engines[engine_id][name]
+        return None if engine_id is None else self._engines[engine_id].agents[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from layerpush.core.bounded_index import BoundedIndex
-from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, FirstToken, Queued, Unregistered
+from layerpush.core.wire import PEER_PREFIX, Accepted, Cancelled, Completion, Fail, FirstToken, Queued, Unregistered
 
 KEPT_S = 30.0
 KEPT = 65536
@@ -16,11 +16,14 @@ LoadMessage = Accepted | FirstToken | Fail | Cancelled | Completion | Queued | U
 
 
 class EarlyMessage(NamedTuple):
-    """A message, its sender's agent, and the notification of a completion, which vLLM gets as it came."""
+    """A message, its sender's agent, the notification of a completion, which vLLM gets as it came, and whether only
+    layerpush sends such a notification.
+    """
 
     sender: str
     message: LoadMessage
     payload: bytes
+    speaks_layerpush: bool
 
 
 class EarlyMessages:
@@ -37,7 +40,8 @@ class EarlyMessages:
         that are dropped because they are too old, too many or too large.
         """
         kept = payload if isinstance(message, Completion) else b""
-        return self._messages.add(EarlyMessage(sender, message, kept), [message.request_id], now)
+        early = EarlyMessage(sender, message, kept, payload.startswith(PEER_PREFIX))
+        return self._messages.add(early, [message.request_id], now)
 
     def take(self, request_id: str) -> list[EarlyMessage]:
         """Remove and return the messages about this request, in the order in which they came."""

@@ -142,14 +142,14 @@ class Loads:
 
     def on_message(self, sender: str, message: LoadMessage, payload: bytes, now: float) -> None:
         """A message about a load, and the notification that it came in."""
-        self.peers.on_message(sender, now, identified=not isinstance(message, Completion))
+        self.peers.on_message(sender, now, speaks_layerpush=not isinstance(message, Completion))
         self._on_message(sender, message, payload, now)
 
     def on_invisible(self, sender: str, message: Completion, payload: bytes, reason: str, now: float) -> None:
         """The bytes of a completed push have landed, but this device may not see them: nothing may read them. The load
         fails; the completion's sender writes no more.
         """
-        self.peers.on_message(sender, now, identified=False)
+        self.peers.on_message(sender, now, speaks_layerpush=False)
         self._on_message(sender, Fail(message.request_id, 0, reason, drained=True), payload, now)
 
     def _on_message(self, sender: str, message: LoadMessage, payload: bytes, now: float) -> None:
@@ -195,7 +195,7 @@ class Loads:
         for event in events:
             self._handle(request_id, event, now)
         for early in self._early.take(request_id) if load.session.agents else ():
-            self.peers.on_message(early.sender, now, identified=False)  # if it is, it was noted when the message came
+            self.peers.on_message(early.sender, now, speaks_layerpush=early.speaks_layerpush)
             self._on_message(early.sender, early.message, early.payload, now)
 
     def _handle(self, request_id: str, event: Event, now: float) -> None:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Protocol
 
 from layerpush.core import liveness
-from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.liveness import PeerWatch, Verdict
 from layerpush.core.wire import PeerMessage, Ping, encode, encode_heartbeat, encode_quietly
 from layerpush.decode import load_protocol
@@ -19,11 +18,6 @@ from layerpush.transport.connections import Connections, Probe
 from layerpush.transport.peers import Address, Rank
 
 logger = logging.getLogger(f"vllm.{__name__}")
-
-IDENTIFIED_KEPT = 4096
-IDENTIFIED_BYTES = 8 << 20
-SAMPLING_OTHERWISE_KEPT = 256
-SAMPLING_OTHERWISE_BYTES = 8 << 20
 
 
 class Awaited(Protocol):
@@ -56,22 +50,20 @@ class PrefillPeers:
         self._probe = probe
         self._recorder = recorder
         self._pings = 0
-        self._identified: BoundedDict[str, None] = BoundedDict(IDENTIFIED_KEPT, IDENTIFIED_BYTES)
-        self._sampling_otherwise: BoundedDict[str, tuple[str, ...]] = BoundedDict(
-            SAMPLING_OTHERWISE_KEPT, SAMPLING_OTHERWISE_BYTES
-        )
 
     # Agents.
 
-    def on_message(self, agent: str, now: float, *, identified: bool) -> None:
-        """A message came from an agent; ``identified``: only layerpush sends such a message."""
-        self._watch.on_message(agent, now, identified)
-        if identified:
-            self._identified.note(agent, None)
+    def on_message(self, agent: str, now: float, *, speaks_layerpush: bool) -> None:
+        """A message came from an agent; ``speaks_layerpush``: only layerpush sends such a message."""
+        self._watch.on_message(agent, now, speaks_layerpush)
+        engine_id = self._watch.engine_of(agent)
+        if speaks_layerpush and engine_id is not None:
+            self.connections.peers[engine_id].speaks_layerpush.add(agent)
 
     def send(self, engine_id: str, agent: str, message: PeerMessage, now: float, *, may_be_stock: bool = False) -> None:
         """Send a message. ``may_be_stock``: in a form that stock engines ignore, unless layerpush runs the agent."""
-        payload = encode_quietly(message) if may_be_stock and agent not in self._identified else encode(message)
+        quietly = may_be_stock and agent not in self.connections.peers[engine_id].speaks_layerpush
+        payload = encode_quietly(message) if quietly else encode(message)
         self._send(engine_id, agent, payload, now)
 
     def send_registration(self, engine_id: str, payload: bytes, now: float) -> frozenset[str]:
@@ -85,7 +77,9 @@ class PrefillPeers:
 
     def add(self, engine_id: str, agents: Collection[str], now: float) -> None:
         """Another load awaits these agents."""
-        self._watch.add(engine_id, agents, now, self._identified)  # the answer to the new registration may be lost
+        peer = self.connections.peers[engine_id]
+        peer.speaks_layerpush &= set(agents)  # others are of an earlier process
+        self._watch.add(engine_id, agents, now, peer.speaks_layerpush)  # the answer to the new one may be lost
 
     def remove(self, engine_id: str, agents: frozenset[str]) -> None:
         """A load that was added with these agents is over."""
@@ -95,8 +89,9 @@ class PrefillPeers:
         """An engine has no first token for a request. ``parameters`` differ on it, if it names them. Logged once for
         each engine, and again when it names others.
         """
-        if parameters and self._sampling_otherwise.get(engine_id) != parameters:
-            self._sampling_otherwise.note(engine_id, parameters)
+        peer = self.connections.peers[engine_id]
+        if parameters and peer.other_sampling != parameters:
+            peer.other_sampling = parameters
             logger.warning(
                 "layerpush: prefill engine %s samples first tokens that this engine cannot use: its request for %s has "
                 "other sampling parameters: %s",
@@ -137,9 +132,9 @@ class PrefillPeers:
         """
         for action in self._watch.due(now):
             match action:
-                case liveness.SendPing(engine_id, agent, identified):
+                case liveness.SendPing(engine_id, agent, speaks_layerpush):
                     self._pings += 1
-                    ping = encode(Ping(self._engine_id, self._pings)) if identified else encode_heartbeat(())
+                    ping = encode(Ping(self._engine_id, self._pings)) if speaks_layerpush else encode_heartbeat(())
                     self._send(engine_id, agent, ping, now)
                 case liveness.StartProbe(engine_id, agent):
                     self._start_probe(engine_id, agent, loads)
@@ -171,8 +166,8 @@ class PrefillPeers:
 
     def _on_verdict(self, engine_id: str, agent: str, verdict: Verdict, now: float) -> None:
         self._watch.verdict(engine_id, agent, verdict, now)
-        if verdict is Verdict.IDENTIFIED:
-            self._identified.note(agent, None)
+        if verdict is Verdict.SPEAKS_LAYERPUSH:
+            self.connections.peers[engine_id].speaks_layerpush.add(agent)
 
     def _reconnect(self, engine_id: str, loads: Mapping[str, Awaited], now: float) -> None:
         found: Iterator[Address] = (load.address for load in loads.values() if load.ranks)

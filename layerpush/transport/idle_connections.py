@@ -23,7 +23,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 PING_EVERY_S = 60.0
 TIMEOUT_S = 4 * PING_EVERY_S
 """``PeerWatch`` pings four times in its timeout."""
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 
 
 class IdleConnections:
@@ -49,45 +49,39 @@ class IdleConnections:
         self._delay = delay
         self._idle: dict[str, tuple[str, ...]] = {}
         """The agents of each watched engine."""
-        self._useless: dict[str, str] = {}
-        """The reasons to drop connections of watched engines. One that WRITEs are on their way over has to wait."""
         self._pings = 0
-        self._look_at = 0.0
+        self._next_check = 0.0
 
     def __len__(self) -> int:
         return len(self._idle)
 
     def on_pong(self, agent: str, now: float) -> None:
         """An agent has answered a ping."""
-        self._watch.on_message(agent, now, identified=True)
+        self._watch.on_message(agent, now, speaks_layerpush=True)
 
     def next_due(self, _now: float) -> float:
         """When ``tick`` looks again."""
-        return self._look_at
+        return self._next_check
 
     def tick(self, now: float) -> None:
-        """Look after the idle connections, at most every ``LOOK_EVERY_S`` seconds: turns of the writer are frequent."""
-        if now < self._look_at:
+        """Look after the idle connections, every ``CHECK_EVERY_S`` seconds: turns of the writer are frequent."""
+        if now < self._next_check:
             return
-        self._look_at = now + LOOK_EVERY_S
+        self._next_check = now + CHECK_EVERY_S
         self._update(now)
         for action in self._watch.due(now):
             match action:
-                case liveness.SendPing(_, agent, identified):
+                case liveness.SendPing(_, agent, speaks_layerpush):
                     self._pings += 1
-                    ping = encode(Ping(self._engine_id, self._pings)) if identified else encode_heartbeat(())
+                    ping = encode(Ping(self._engine_id, self._pings)) if speaks_layerpush else encode_heartbeat(())
                     if not self._connections.notify(agent, ping):
                         self._watch.lost(agent, now)
                 case liveness.StartProbe(engine_id, agent):
                     self._start_probe(engine_id, agent)
                 case liveness.ReportGone(engine_id):
-                    self._useless[engine_id] = "its process has ended"
+                    self._drop(engine_id, "its process has ended")
                 case liveness.Reconnect(engine_id):
-                    self._useless[engine_id] = "no message reaches it, although it runs"
-        for engine_id, reason in list(self._useless.items()):
-            if self._connections.forget(engine_id):
-                self._unwatch(engine_id)
-                logger.info("layerpush: the idle connection to engine %s is dropped: %s", engine_id, reason)
+                    self._drop(engine_id, "no message reaches it, although it runs")
 
     def _update(self, now: float) -> None:
         in_use = self._in_use()
@@ -107,6 +101,11 @@ class IdleConnections:
         if rank is not None and address is not None:
             self._probe(agent, rank, address, partial(self._watch.verdict, engine_id, agent))
 
+    def _drop(self, engine_id: str, reason: str) -> None:
+        """If WRITEs are on their way over the connection, ``Connections`` drops it later."""
+        if self._connections.forget(engine_id):
+            self._unwatch(engine_id)
+        logger.info("layerpush: the idle connection to engine %s is dropped: %s", engine_id, reason)
+
     def _unwatch(self, engine_id: str) -> None:
-        self._useless.pop(engine_id, None)
         self._watch.remove(engine_id, self._idle.pop(engine_id))

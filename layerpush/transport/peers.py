@@ -68,6 +68,10 @@ class Peer:
     """Its connection was lost, or it was restarted. It has not shown since then that it lives."""
     contacts: BoundedDict[str, bytes] = field(default_factory=lambda: BoundedDict(KEPT, CONTACTS_BYTES))
     """How to notify its agents without a handshake."""
+    speaks_layerpush: set[str] = field(default_factory=set)
+    """Agents that have sent a message that only layerpush sends, or whose side channel has said that they do."""
+    other_sampling: tuple[str, ...] = ()
+    """Sampling parameters of its first tokens that differ from ours, as they were logged."""
     facts: Any = None
     """vLLM's facts about the engine, as of its last connection that was dropped."""
 

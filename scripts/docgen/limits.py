@@ -5,7 +5,7 @@ from __future__ import annotations
 from layerpush.apps.proxy import body, legs, server
 from layerpush.compat import handshake, handshake_executor, heartbeats
 from layerpush.core import request_params, wire
-from layerpush.decode import early_messages, prefill_peers
+from layerpush.decode import early_messages
 from layerpush.engine.scheduler import side_channel
 from layerpush.engine.worker import dispatch, side_channel_probe
 from layerpush.prefill import claim_table, decode_peers, prompt_requests, step_schedule
@@ -160,22 +160,6 @@ TABLES = (
         None,
         None,
         "the newest is dropped, counted",
-    ),
-    (
-        "D",
-        "agents that speak layerpush",
-        prefill_peers.IDENTIFIED_KEPT,
-        prefill_peers.IDENTIFIED_BYTES,
-        None,
-        _FORGOTTEN,
-    ),
-    (
-        "D",
-        "prefill engines that sample otherwise",
-        prefill_peers.SAMPLING_OTHERWISE_KEPT,
-        prefill_peers.SAMPLING_OTHERWISE_BYTES,
-        None,
-        _FORGOTTEN,
     ),
     (
         "D",

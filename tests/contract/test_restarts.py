@@ -72,7 +72,7 @@ class Idle:
 
     def probe(self, agent: str, _: Rank, address: Address, on_verdict: Callable[[Verdict, float], None]) -> None:
         alive = self.processes[address.engine_id].is_alive()
-        on_verdict(Verdict.IDENTIFIED if alive else Verdict.ENDED, self.now + 0.001)
+        on_verdict(Verdict.SPEAKS_LAYERPUSH if alive else Verdict.ENDED, self.now + 0.001)
 
     # The test.
 

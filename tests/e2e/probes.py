@@ -168,12 +168,12 @@ def look_after_idle_engines(host: HostedEngine, every_s: float) -> None:
     from layerpush.core.liveness import PeerWatch
     from layerpush.transport import idle_connections
 
-    idle_connections.LOOK_EVERY_S = every_s / 2
+    idle_connections.CHECK_EVERY_S = every_s / 2
     idle = idle_connections_of(connector_worker())
 
     def restart() -> None:
         idle._idle.clear()
-        idle._watch, idle._delay, idle._look_at = PeerWatch(4 * every_s), lambda: 0.0, 0.0
+        idle._watch, idle._delay, idle._next_check = PeerWatch(4 * every_s), lambda: 0.0, 0.0
 
     connector_worker().task(restart)
 

@@ -11,7 +11,7 @@ from layerpush.core.liveness import Verdict
 from layerpush.core.wire import Heartbeat, Ping
 from layerpush.transport.base import Transport
 from layerpush.transport.connections import Connections
-from layerpush.transport.idle_connections import LOOK_EVERY_S, PING_EVERY_S, IdleConnections
+from layerpush.transport.idle_connections import CHECK_EVERY_S, PING_EVERY_S, IdleConnections
 from layerpush.transport.peers import Address
 from tests.unit.fake_peers import FakeMail, FakeNetwork, FakeProbe, FakeSearch
 
@@ -34,24 +34,25 @@ class World:
         self.now = 1000.0
         self.network.end_pushes = lambda engine_id, _: engine_id not in self.busy_with_writes
         transport: Transport = self.mail  # type: ignore[assignment]
-        connections = Connections(self.network, transport, None, FakeSearch(), lambda: self.now)
+        self.connections = Connections(self.network, transport, None, FakeSearch(), lambda: self.now)
         waits = itertools.cycle(delays)
-        self.idle = IdleConnections("us", connections, self.probe, lambda: self.in_use, lambda: next(waits))
+        self.idle = IdleConnections("us", self.connections, self.probe, lambda: self.in_use, lambda: next(waits))
 
     def connect(self, engine_id: str, *agents: str) -> None:
         self.network.connect(Address(engine_id, "host", 5600, len(agents)), *agents)
         self.alive |= set(agents)
-        self.answers[engine_id] = Verdict.IDENTIFIED
+        self.answers[engine_id] = Verdict.SPEAKS_LAYERPUSH
 
     def kill(self, engine_id: str) -> None:
         self.alive -= set(self.network.connected[engine_id])
         self.mail.lost |= set(self.network.connected[engine_id])
         self.answers[engine_id] = Verdict.ENDED
 
-    def run(self, seconds: float, pause: float = LOOK_EVERY_S) -> None:
+    def run(self, seconds: float, pause: float = CHECK_EVERY_S) -> None:
         until = self.now + seconds
         while self.now < until:
             self.now += pause
+            self.connections.tick(self.now)
             self.idle.tick(self.now)
             for asked in self.probe.asked:
                 asked.on_verdict(self.answers.get(asked.address.engine_id, Verdict.UNKNOWN), self.now)
@@ -97,7 +98,7 @@ def test_pings_are_rare_and_spread() -> None:
     at_once = []
     for _ in range(int(10 * MINUTE)):
         before = world.sent.total()
-        world.run(LOOK_EVERY_S)
+        world.run(CHECK_EVERY_S)
         at_once.append(world.sent.total() - before)
     assert set(world.sent.values()) <= {9, 10, 11}
     assert max(at_once) <= 4
@@ -116,7 +117,7 @@ def test_engines_in_use_are_left_to_their_loads_and_pushes() -> None:
     assert world.network.forgotten == ["peer"]
 
 
-@pytest.mark.parametrize("verdict", [Verdict.UNKNOWN, Verdict.ALIVE, Verdict.IDENTIFIED])
+@pytest.mark.parametrize("verdict", [Verdict.UNKNOWN, Verdict.ALIVE, Verdict.SPEAKS_LAYERPUSH])
 def test_silence_alone_drops_nothing(verdict: Verdict) -> None:
     """It may be stopped, or its link cut. Or it has lost its connection to us, and so answers no ping."""
     world = World()
@@ -180,4 +181,4 @@ def test_a_thousand_idle_engines_cost_nothing_between_two_looks() -> None:
     looks: list[float] = []
     world.network.engines = lambda: looks.append(world.now) or []  # type: ignore[method-assign,func-returns-value,return-value]
     world.run(10.0, pause=0.001)
-    assert len(looks) == pytest.approx(10 / LOOK_EVERY_S, abs=1)
+    assert len(looks) == pytest.approx(10 / CHECK_EVERY_S, abs=1)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from layerpush.core.liveness import (
+    PROBE_GAP_S,
     PROBE_LOST_S,
-    SETTLE_S,
     Action,
     PeerWatch,
     Reconnect,
@@ -30,15 +30,15 @@ BEAT_S = T / 4
 PING, PROBE, RECONNECT = SendPing("P", "A", True), StartProbe("P", "A"), Reconnect("P")
 GONE = ReportGone("P", "A", "the process of prefill agent A has ended")
 SILENT = ReportSilent("A", "nothing came from prefill agent A for 20 s")
-ALIVE, IDENTIFIED, ENDED, UNKNOWN = Verdict
+ALIVE, SPEAKS_LAYERPUSH, ENDED, UNKNOWN = Verdict
 
 
-def watching(*agents: str, identified: bool = True) -> PeerWatch:
+def watching(*agents: str, speaks_layerpush: bool = True) -> PeerWatch:
     """One session, added at time 0, with agents of engine P."""
     watch = PeerWatch(T)
     watch.add("P", agents or ("A",), 0.0)
     for agent in agents or ("A",):
-        watch.on_message(agent, 0.0, identified)
+        watch.on_message(agent, 0.0, speaks_layerpush)
     return watch
 
 
@@ -76,7 +76,7 @@ def test_an_agent_that_answers_gets_only_pings() -> None:
         now = beat * BEAT_S
         assert watch.next_due(now - 1) == now
         assert watch.due(now) == [PING]
-        watch.on_message("A", now + 0.01, identified=True)
+        watch.on_message("A", now + 0.01, speaks_layerpush=True)
     assert watch.next_due(now) == now + BEAT_S
 
 
@@ -90,7 +90,7 @@ def test_a_silent_agent_is_probed_after_half_the_timeout_and_reported_once() -> 
 def test_a_second_silence_is_reported_again() -> None:
     watch = watching()
     assert times(SILENT, course(watch, 30.0)) == [T]
-    watch.on_message("A", 30.0, identified=True)
+    watch.on_message("A", 30.0, speaks_layerpush=True)
     assert times(SILENT, course(watch, 100.0, 30.0)) == [30.0 + T]
 
 
@@ -108,23 +108,23 @@ def test_a_session_added_during_a_silence_has_its_own_timeout() -> None:
 
 
 def test_an_unidentified_agent_gets_heartbeats_and_is_never_reported_silent() -> None:
-    orders = list(course(watching(identified=False), 2 * T, verdict=ALIVE))
+    orders = list(course(watching(speaks_layerpush=False), 2 * T, verdict=ALIVE))
     assert times(PROBE, orders) == [10.0, 20.0, 30.0, 40.0]
     assert {order for _, order in orders} == {PROBE, SendPing("P", "A", False)}
 
 
-def test_an_agent_identified_by_its_side_channel_can_be_reported_silent() -> None:
+def test_an_agent_known_by_its_side_channel_can_be_reported_silent() -> None:
     """No message ever came from the agent. The agent had heartbeats; the verdict brings the first ping."""
-    orders = list(course(watching(identified=False), 3 * T, verdict=IDENTIFIED))
+    orders = list(course(watching(speaks_layerpush=False), 3 * T, verdict=SPEAKS_LAYERPUSH))
     assert times(SendPing("P", "A", False), orders) == [5.0, 10.0]
     assert times(PING, orders)[:3] == [10.0, 15.0, 20.0]
     assert times(SILENT, orders) == [10.0 + T - BEAT_S]
 
 
-def test_an_agent_identified_by_its_side_channel_is_not_silent_if_it_answers() -> None:
-    watch = watching(identified=False)
-    assert times(SILENT, course(watch, 12.0, verdict=IDENTIFIED)) == []
-    watch.on_message("A", 12.0, identified=True)
+def test_an_agent_known_by_its_side_channel_is_not_silent_if_it_answers() -> None:
+    watch = watching(speaks_layerpush=False)
+    assert times(SILENT, course(watch, 12.0, verdict=SPEAKS_LAYERPUSH)) == []
+    watch.on_message("A", 12.0, speaks_layerpush=True)
     assert times(SILENT, course(watch, 60.0, 12.0)) == [15.0 + T - BEAT_S], "from its first ping after the answer"
 
 
@@ -138,8 +138,8 @@ def test_a_dead_process_is_reported_gone_within_a_second() -> None:
     assert (watch.next_due(1.0), watch.due(1.0)) == (1.0, [PROBE])
     watch.verdict("P", "A", ENDED, 1.1)
     assert watch.due(1.1) == [PING], "a living process would answer"
-    assert (watch.next_due(1.1), watch.due(1.59)) == (1.1 + SETTLE_S, [])
-    assert watch.due(1.1 + SETTLE_S) == [PROBE]
+    assert (watch.next_due(1.1), watch.due(1.59)) == (1.1 + PROBE_GAP_S, [])
+    assert watch.due(1.1 + PROBE_GAP_S) == [PROBE]
     watch.verdict("P", "A", ENDED, 1.7)
     assert (watch.next_due(1.7), watch.due(1.7)) == (1.7, [GONE])
     assert (watch.next_due(1.7), watch.due(100.0)) == (None, [])
@@ -183,9 +183,9 @@ def test_evidence_against_a_death_restarts_the_proof(between: str) -> None:
     watch.lost("A", 1.0)
     watch.due(1.0)
     watch.verdict("P", "A", ENDED, 1.0)
-    now = 1.0 + SETTLE_S
+    now = 1.0 + PROBE_GAP_S
     if between == "a word":
-        watch.on_message("A", 1.1, identified=True)
+        watch.on_message("A", 1.1, speaks_layerpush=True)
     else:
         assert PROBE in watch.due(now)
         watch.verdict("P", "A", UNKNOWN, now)
@@ -209,7 +209,7 @@ def test_a_probe_started_before_a_message_proves_no_death() -> None:
     watch = watching()
     watch.lost("A", 1.0)
     assert PROBE in watch.due(1.0)
-    watch.on_message("A", 1.1, identified=True)
+    watch.on_message("A", 1.1, speaks_layerpush=True)
     watch.verdict("P", "A", ENDED, 1.2)
     watch.lost("A", 1.3)
     now = 1.2 + BEAT_S
@@ -238,7 +238,7 @@ def test_a_living_agent_is_reconnected_after_a_failed_send() -> None:
     assert watch.due(1.0) == [PROBE]
     watch.verdict("P", "A", ALIVE, 1.1)
     assert (watch.next_due(1.1), watch.due(1.1)) == (1.1, [RECONNECT, StartProbe("P", "B")])
-    watch.on_message("B", 1.2, identified=True)
+    watch.on_message("B", 1.2, speaks_layerpush=True)
     watch.verdict("P", "B", ALIVE, 1.3)
     assert watch.due(1.3) == []
     watch.lost("A", 1.4)
@@ -253,7 +253,7 @@ def test_a_failed_send_is_evidence_until_a_message_or_a_reconnection(cure: str) 
     watch.verdict("P", "A", ALIVE, 1.0)
     assert ordered(watch, 1.1, 1.0) == [RECONNECT]
     if cure == "a word":
-        watch.on_message("A", 1.1, identified=True)
+        watch.on_message("A", 1.1, speaks_layerpush=True)
     elif cure == "a connection":
         watch.reconnected(["A"])
     seen = ordered(watch, 30.0, 1.1, ENDED)
@@ -269,7 +269,7 @@ def test_weak_signs_after_a_dropped_connection_do_not_prevent_a_gone_report(sign
     watch.lost("A", 1.0)
     watch.cut("A")
     if sign == "a word":
-        watch.on_message("A", 1.1, identified=True)
+        watch.on_message("A", 1.1, speaks_layerpush=True)
     else:
         watch.reconnected(["the next process"])
     assert GONE in ordered(watch, 30.0, 1.1, ENDED)
@@ -286,7 +286,7 @@ def test_reconnection_is_retried_at_each_sign_of_life(trouble: str) -> None:
     tries = times(RECONNECT, course(watch, 1.0 + 3 * BEAT_S, 1.0, ALIVE))
     assert tries == [1.0 + beat * BEAT_S for beat in range(4)]
     watch.reconnected(["A"])
-    watch.on_message("A", 17.0, identified=True)
+    watch.on_message("A", 17.0, speaks_layerpush=True)
     assert ordered(watch, 17.0 + T / 2 - 1, 17.0) == [PING, PING]
 
 
@@ -329,11 +329,11 @@ def test_an_engine_has_one_probe_at_a_time_and_every_agent_gets_a_turn() -> None
     watch.verdict("P", "B", ENDED, 3.0)
     assert [order for order in watch.due(3.0) if isinstance(order, StartProbe)] == [StartProbe("P", "C")]
     watch.verdict("P", "C", UNKNOWN, 3.1)
-    assert watch.due(3.0 + SETTLE_S) == [StartProbe("P", "B")]
+    assert watch.due(3.0 + PROBE_GAP_S) == [StartProbe("P", "B")]
 
 
 def test_a_probe_without_a_verdict_times_out() -> None:
-    watch = watching(identified=False)
+    watch = watching(speaks_layerpush=False)
     assert times(StartProbe, course(watch, 100.0)) == [10.0, 10.0 + PROBE_LOST_S, 10.0 + 2 * PROBE_LOST_S, 100.0]
 
 
@@ -348,11 +348,11 @@ def test_sessions_are_counted() -> None:
     watch.verdict("P", "A", ALIVE, 8.0)
     watch.remove("P", ["A", "nobody"])
     assert (len(watch), watch.next_due(9.0)) == (0, None)
-    watch.on_message("A", 9.0, identified=True)
+    watch.on_message("A", 9.0, speaks_layerpush=True)
     watch.lost("A", 9.0)
     watch.verdict("P", "A", ENDED, 9.0)
     assert (len(watch), watch.due(100.0)) == (0, [])
-    assert not any([watch._engines, watch._probes, watch._reconnects, watch._engine_of])
+    assert not any([watch._engines, watch._engine_of])
 
 
 def test_a_removed_agent_that_returns_is_watched_from_the_start() -> None:
@@ -370,11 +370,11 @@ def test_a_removed_agent_that_returns_is_watched_from_the_start() -> None:
 def test_a_session_added_after_a_death_gets_the_gone_report() -> None:
     watch = watching()
     watch.lost("A", 1.0)
-    for now in (1.0, 1.0 + SETTLE_S):
+    for now in (1.0, 1.0 + PROBE_GAP_S):
         assert PROBE in watch.due(now)
         watch.verdict("P", "A", ENDED, now)
     assert GONE in watch.due(2.0)
-    watch.on_message("A", 2.0, identified=True)
+    watch.on_message("A", 2.0, speaks_layerpush=True)
     watch.add("P", ["A"], 3.0)
     assert (watch.next_due(3.0), watch.due(3.0), watch.next_due(3.0)) == (3.0, [GONE], None)
 
@@ -391,7 +391,7 @@ class WatchMachine(RuleBasedStateMachine):
         self.since: dict[str, float] = {}
         """The start of an agent's unbroken watch."""
         self.heard_at: dict[str, float] = {}
-        self.identified: set[str] = set()
+        self.speaking: set[str] = set()
         self.unanswered: dict[str, float] = {}
         """The time of the first ping since an agent's last message."""
         self.lost_since: dict[str, float] = {}
@@ -429,9 +429,9 @@ class WatchMachine(RuleBasedStateMachine):
             self.watch.remove(self.engine(agent), [agent])
             self.sessions[agent] -= 1
 
-    @rule(agent=agents, identified=st.booleans())
-    def hear(self, agent: str, identified: bool) -> None:
-        self.watch.on_message(agent, self.now, identified)
+    @rule(agent=agents, speaks_layerpush=st.booleans())
+    def hear(self, agent: str, speaks_layerpush: bool) -> None:
+        self.watch.on_message(agent, self.now, speaks_layerpush)
         if self.sessions[agent] and agent not in self.gone:
             self.heard_at[agent] = self.now
             self.proofs[agent] = []
@@ -439,8 +439,8 @@ class WatchMachine(RuleBasedStateMachine):
                 self.lost_since.pop(agent, None)
             self.silent.discard(agent)
             self.unanswered.pop(agent, None)
-            if identified:
-                self.identified.add(agent)
+            if speaks_layerpush:
+                self.speaking.add(agent)
 
     @rule(agent=agents)
     def lose(self, agent: str) -> None:
@@ -475,10 +475,10 @@ class WatchMachine(RuleBasedStateMachine):
             self.proofs[agent].append((begun, self.now))
         else:
             self.proofs[agent] = []
-        if verdict in (ALIVE, IDENTIFIED) and agent in self.lost_since.keys() | self.cut_since.keys():
+        if verdict in (ALIVE, SPEAKS_LAYERPUSH) and agent in self.lost_since.keys() | self.cut_since.keys():
             self.reconnects.add(engine)
-        if verdict is IDENTIFIED and agent not in self.identified:
-            self.identified.add(agent)
+        if verdict is SPEAKS_LAYERPUSH and agent not in self.speaking:
+            self.speaking.add(agent)
             self.unanswered.pop(agent, None)
 
     @rule(agent=agents)
@@ -510,7 +510,7 @@ class WatchMachine(RuleBasedStateMachine):
         self.lost_since.pop(agent, None)
         self.cut_since.pop(agent, None)
         self.gone.discard(agent)
-        self.identified.discard(agent)
+        self.speaking.discard(agent)
         self.silent.discard(agent)
         engine = self.engine(agent)
         if not any(self.sessions[other] for other in "ABCD" if other != agent and self.engine(other) == engine):
@@ -524,17 +524,17 @@ class WatchMachine(RuleBasedStateMachine):
             case ReportGone():
                 assert self.lost_since.get(agent) is not None or agent in self.gone
                 first, *_, last = self.proofs[agent]
-                assert last[0] >= first[1] + SETTLE_S
+                assert last[0] >= first[1] + PROBE_GAP_S
                 assert self.heard_at[agent] < first[0]
                 self.gone.add(agent)
             case ReportSilent():
-                assert agent in self.identified
+                assert agent in self.speaking
                 assert agent not in self.gone | self.silent
                 assert self.now >= self.unanswered[agent] + 0.75 * self.timeout_s
                 self.silent.add(agent)
-            case SendPing(_, _, identified):
+            case SendPing(_, _, speaks_layerpush):
                 self.unanswered.setdefault(agent, self.now)
-                assert identified == (agent in self.identified)
+                assert speaks_layerpush == (agent in self.speaking)
                 assert agent not in self.gone
             case Reconnect(engine):
                 assert engine in self.reconnects
@@ -553,7 +553,7 @@ class WatchMachine(RuleBasedStateMachine):
     def nothing_is_kept(self) -> None:
         assert len(self.watch) == sum(count > 0 for count in self.sessions.values())
         if not len(self.watch):
-            assert not any([self.watch._engines, self.watch._probes, self.watch._reconnects])
+            assert not any([self.watch._engines, self.watch._engine_of])
 
 
 WatchMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

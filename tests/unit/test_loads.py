@@ -30,7 +30,7 @@ from layerpush.core.wire import (
     encode_registration,
     read,
 )
-from layerpush.decode import early_messages, prefill_peers
+from layerpush.decode import early_messages
 from layerpush.decode.early_messages import KEPT_S, LoadMessage
 from layerpush.decode.load_session import RETRY_S, TOKEN_WAIT_S, LoadSession
 from layerpush.decode.loads import Loads
@@ -78,23 +78,26 @@ class ScriptedWatch:
     def __init__(self) -> None:
         self.orders: list[Action] = []
         self.sessions: dict[tuple[str, str], int] = {}
-        self.identified: dict[str, bool] = {}
+        self.speaking: dict[str, bool] = {}
         self.lost_agents: list[str] = []
         self.cut_agents: list[str] = []
         self.reconnections: list[tuple[str, ...]] = []
         self.verdicts: list[tuple[str, str, Verdict, float]] = []
 
-    def add(self, engine_id: str, agents: frozenset[str], now: float, identified: Container[str]) -> None:
+    def add(self, engine_id: str, agents: frozenset[str], now: float, speaks_layerpush: Container[str]) -> None:
         for agent in agents:
-            self.identified[agent] = agent in identified
+            self.speaking[agent] = agent in speaks_layerpush
             self.sessions[engine_id, agent] = self.sessions.get((engine_id, agent), 0) + 1
 
     def remove(self, engine_id: str, agents: frozenset[str]) -> None:
         for agent in agents:
             self.sessions[engine_id, agent] -= 1
 
-    def on_message(self, agent: str, now: float, identified: bool) -> None:
-        self.identified[agent] = self.identified.get(agent, False) or identified
+    def on_message(self, agent: str, now: float, speaks_layerpush: bool) -> None:
+        self.speaking[agent] = self.speaking.get(agent, False) or speaks_layerpush
+
+    def engine_of(self, agent: str) -> str | None:
+        return next((engine_id for engine_id, each in self.sessions if each == agent), None)
 
     def lost(self, agent: str, now: float) -> None:
         self.lost_agents.append(agent)
@@ -204,7 +207,7 @@ class World(FakePeers):
     def hears(self, message: LoadMessage | None, agent: str = "p-0") -> None:
         """A message arrives; None: it is about no load."""
         if message is None:
-            self.loads.peers.on_message(agent, self.now, identified=True)
+            self.loads.peers.on_message(agent, self.now, speaks_layerpush=True)
         else:
             self.receives(message, agent)
         self.tick()
@@ -434,7 +437,7 @@ def test_a_completion_over_bytes_that_the_device_may_not_see_fails_the_load(
     world.hears(word, "p-1")
     assert world.told == ["failed"]
     assert "KV load of r from P failed: no flush" in caplog.text
-    assert not any(world.watch.identified.values())
+    assert not any(world.watch.speaking.values())
     assert world.is_over()
 
 
@@ -504,23 +507,37 @@ def test_a_first_token_before_the_rank_sends_its_registration_is_kept() -> None:
     assert world.told == ["first token 7", "loaded"]
 
 
-def test_an_agent_identified_by_one_request_is_identified_for_the_next() -> None:
+def test_an_agent_that_speaks_layerpush_does_so_for_the_next_request() -> None:
     """The answer about the next one may be lost."""
     world = World(ranks=2)
     world.awaiting("p-0", request_id="old")
     world.awaiting()
-    assert world.watch.identified == {"p-0": True, "p-1": False}
+    assert world.watch.speaking == {"p-0": True, "p-1": False}
     world.loads.time_out("r", "no push", world.now)
     cancel = cancel_of()
     assert world.mail.sent == [("p-0", encode(cancel)), ("p-1", encode_quietly(cancel))]
 
 
-def test_the_number_of_remembered_agents_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_peers, "IDENTIFIED_KEPT", 10)
+def test_agents_that_no_load_awaits_are_not_remembered() -> None:
+    """Neither those of an earlier process of the engine."""
     world = World()
     for number in range(50):
-        world.hears(None, f"p-{number}")
-    assert len(world.loads.peers._identified) == 10
+        world.hears(None, f"x-{number}")
+    assert len(world.network.peers) == 0
+    world.awaiting("p-0", request_id="old")
+    assert world.network.peers["P"].speaks_layerpush == {"p-0"}
+    world.network.connected["P"] = ("p-new",)
+    world.awaits()
+    assert world.network.peers["P"].speaks_layerpush == set()
+
+
+def test_an_early_message_shows_that_its_sender_speaks_layerpush() -> None:
+    """The rank is not connected when the message comes."""
+    world = World(ranks=2)
+    world.hears(Accepted("r"), "p-0")
+    world.hears(Completion("r", 2), "p-1")
+    world.awaits()
+    assert world.network.peers["P"].speaks_layerpush == {"p-0"}
 
 
 def test_an_early_message_from_an_unregistered_agent_is_ignored() -> None:
@@ -651,7 +668,7 @@ def test_a_failure_is_logged_once_and_an_abort_at_level_info(
 # Signs of life.
 
 
-def test_an_identified_agent_gets_pings_and_another_gets_empty_heartbeats() -> None:
+def test_an_agent_that_speaks_layerpush_gets_pings_and_another_gets_empty_heartbeats() -> None:
     world = World(ranks=2)
     world.awaiting("p-0")
     world.orders(liveness.SendPing("P", "p-0", True), liveness.SendPing("P", "p-1", False))
@@ -683,7 +700,7 @@ def test_every_message_of_an_agent_reaches_the_watch() -> None:
     world.hears(None, "p-0")
     world.hears(Completion("nothing", 1), "p-1")
     world.hears(Cancelled("nothing"), "p-2")
-    assert world.watch.identified == {"p-0": True, "p-1": False, "p-2": True}
+    assert world.watch.speaking == {"p-0": True, "p-1": False, "p-2": True}
 
 
 def test_a_probe_uses_the_engines_address_and_the_watch_gets_its_verdict() -> None:
@@ -695,14 +712,14 @@ def test_a_probe_uses_the_engines_address_and_the_watch_gets_its_verdict() -> No
     assert world.watch.verdicts == [("P", "p-0", Verdict.ENDED, 7.0)]
 
 
-@pytest.mark.parametrize(("verdict", "identified"), [(Verdict.IDENTIFIED, True), (Verdict.ALIVE, False)])
-def test_an_identification_by_the_side_channel_holds_for_the_next_load(verdict: Verdict, identified: bool) -> None:
+@pytest.mark.parametrize(("verdict", "speaks"), [(Verdict.SPEAKS_LAYERPUSH, True), (Verdict.ALIVE, False)])
+def test_the_answer_of_the_side_channel_holds_for_the_next_load(verdict: Verdict, speaks: bool) -> None:
     world = World()
     world.awaiting()
     world.orders(liveness.StartProbe("P", "p-0"))
     world.probe.answer(verdict, 7.0)
     world.awaiting(request_id="another")
-    assert world.watch.identified == {"p-0": identified}
+    assert world.watch.speaking == {"p-0": speaks}
 
 
 def test_the_silence_of_an_agent_fails_all_its_loads() -> None:

@@ -146,7 +146,7 @@ def test_a_closed_port_proves_the_end_of_the_agent() -> None:
     ("said", "verdict"),
     [
         pytest.param(GOOD, Verdict.ALIVE, id="the agent"),
-        pytest.param(answer(b"", SIGNED, TIME), Verdict.IDENTIFIED, id="the agent of a layerpush engine"),
+        pytest.param(answer(b"", SIGNED, TIME), Verdict.SPEAKS_LAYERPUSH, id="the agent of a layerpush engine"),
         pytest.param(answer(b"", metadata(OTHER), TIME), Verdict.ENDED, id="another agent"),
         pytest.param(answer(b"", b""), Verdict.ENDED, id="our listener, of a rank that its engine has not got"),
         pytest.param(

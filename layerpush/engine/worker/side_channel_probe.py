@@ -43,7 +43,7 @@ def probe(
         return answer
     if name not in answer.description:
         return Verdict.ENDED
-    return Verdict.IDENTIFIED if answer.layerpush else Verdict.ALIVE
+    return Verdict.SPEAKS_LAYERPUSH if answer.layerpush else Verdict.ALIVE
 
 
 def contact_of(host: str, port: int, tp_rank: int, pp_rank: int = 0, timeout_s: float = TIMEOUT_S) -> bytes | None:

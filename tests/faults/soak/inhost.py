@@ -112,9 +112,9 @@ def awaited(roots: Mapping[str, Any]) -> Iterator[str]:
     if not hasattr(worker, "loads"):
         return
     watch = worker.loads.peers._watch
-    for engine_id, agents in list(watch._engines.items()):
-        probe, connected = watch._probes.get(engine_id), worker.agents_of(engine_id)
-        yield f"it awaits {engine_id}, connected to {connected}, probe {probe}: {agents} at {time.perf_counter():.1f}"
+    for engine_id, engine in list(watch._engines.items()):
+        connected = worker.agents_of(engine_id)
+        yield f"it awaits {engine_id}, connected to {connected}: {engine} at {time.perf_counter():.1f}"
     for request_id, load in list(worker.loads._open.items()):
         yield f"its load {request_id} is {load.session.state.name}, of {load.address}, ranks {load.ranks}"
     prober = worker._prober

@@ -270,7 +270,7 @@ class DecodeEngine(Process):
 
     def take(self, sender: str, message: Message, payload: bytes) -> None:
         if isinstance(message, Pong):
-            self.open_loads.peers.on_message(sender, self.world.now, identified=True)
+            self.open_loads.peers.on_message(sender, self.world.now, speaks_layerpush=True)
         else:
             kinds = Accepted | FirstToken | Fail | Cancelled | Completion | Queued | Unregistered
             assert isinstance(message, kinds)

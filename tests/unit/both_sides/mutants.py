@@ -204,7 +204,7 @@ def a_token_of_any_sampling_will_do(patch: Patch) -> None:
 
 @mutant()
 def a_restarted_engine_is_taken_for_the_old_one(patch: Patch) -> None:
-    patch.setattr(Claims, "refusal", lambda self, registration: self.peers.closing(registration.decode_engine_id))
+    patch.setattr(Claims, "refusal", lambda self, named: self._connections.closing(named.decode_engine_id))
 
 
 @mutant()

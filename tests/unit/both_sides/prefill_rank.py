@@ -85,7 +85,7 @@ class PrefillRank(Process):
         self.endpoint.post_write = self._posted  # type: ignore[method-assign]
         self.acknowledges, self.world_size = not world.fabric.ordered, engine.size
         worker: Any = self
-        self.links = _Links(worker, self.peers)
+        self.links = _Links(worker, self.connections)
         writes = Writes(self.transport, layout, self.strategy)
         self.writer = PushWriter(
             identity, layout, policy, writes, self.capture, self.links, worker, trace, _Plans(world)

@@ -208,7 +208,7 @@ class Process:
                 verdict = Verdict.ENDED
             else:
                 known = engine.processes[probe.rank[1]].name == probe.agent
-                verdict = Verdict.IDENTIFIED if known else Verdict.ENDED
+                verdict = Verdict.SPEAKS_LAYERPUSH if known else Verdict.ENDED
             probe.on_verdict(verdict, self.world.now)
 
     def assert_idle(self) -> None:
