@@ -29,14 +29,14 @@ from layerpush.core.wire import Registration
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.engine.unreported_aborts import UnreportedAborts
-from layerpush.engine.worker.dispatch import Dispatcher
+from layerpush.engine.worker.inbox import Inbox
 from layerpush.engine.worker.wake import Waker
 from layerpush.engine.worker.writer_thread import WriterThread
 from layerpush.prefill.claims import Claims
 from layerpush.prefill.links import Links
 from layerpush.prefill.push import Identity
+from layerpush.prefill.pushes import Pushes
 from layerpush.prefill.step_events import StepEvents
-from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.lag import Lag
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
@@ -101,16 +101,23 @@ class Rank:
         trace, meter = TraceFile(None, "P", 0), PushMeter(recorder)
         connections = Connections(quiet, quiet, None, quiet.search)
         links, writes = Links(quiet, connections), Writes(quiet, layout, timeout_s=60.0)
-        self.pushes = PushWriter(Identity("P", 0), layout, Policy(), writes, self.steps, links, quiet, trace, meter)
+        self.pushes = Pushes(Identity("P", 0), layout, Policy(), writes, self.steps, links, quiet, trace, meter)
         steps = self.steps
         claims = Claims(self.pushes, connections, quiet, errors, str, lambda: steps.steps, 60.0)
         self.pushes.registry = claims
         peers = PrefillPeers("D", connections, PeerWatch(PEER_TIMEOUT_S), quiet.probe, quiet, recorder)
         self.loads = Loads("D", 1, PEER_TIMEOUT_S, peers, quiet, errors, recorder)
         idle = IdleConnections("D", connections, quiet.probe, lambda: {"P"}, float)
-        dispatcher = Dispatcher(quiet, claims, self.loads, idle, quiet.any, errors, quiet.any)
+        inbox = Inbox(quiet, claims, self.loads, idle, quiet.any, errors, quiet.any)
         self.writer = WriterThread(
-            quiet, self.waker, lag, connections, idle, dispatcher, self.pushes, claims, self.loads, UnreportedAborts()
+            quiet,
+            self.waker,
+            lag,
+            inbox,
+            self.pushes,
+            self.loads,
+            (connections, claims, self.loads, idle),
+            UnreportedAborts(),
         )
 
     def waits(self, side: str, requests: int) -> None:

@@ -20,8 +20,8 @@ from layerpush.core.wire import Registration, read
 from layerpush.engine.worker.wake import Waker
 from layerpush.prefill.fences import fences_for
 from layerpush.prefill.push import Identity
+from layerpush.prefill.pushes import Pushes
 from layerpush.prefill.step_events import StepEvents
-from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.lag import Lag
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
@@ -80,7 +80,7 @@ class Lane:
         self.step_events = StepEvents(layout.index_of, waker.wake, fences, wake_lazily=waker.wake_lazily)
         self.pair = Pair(reach, transport)
         played: Any = self.pair
-        self.writer = self.pair.writer = PushWriter(
+        self.writer = self.pair.writer = Pushes(
             Identity("P", 0),
             layout,
             Policy(mode),

@@ -10,7 +10,7 @@ from layerpush.core.wire import Registration, encode_completion
 from layerpush.core.write import WHOLE, Segment, Write
 from layerpush.prefill.push import BlockIds
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
-from layerpush.prefill.writer import PushWriter
+from layerpush.prefill.pushes import Pushes
 from layerpush.telemetry.trace_records import WriteSums
 from layerpush.transport.base import Transport
 from layerpush.transport.connections import Then
@@ -26,7 +26,7 @@ class Pair:
     P's main thread calls ``expects`` and waits for ``all_known`` and ``all_over``.
     """
 
-    writer: PushWriter
+    writer: Pushes
 
     def __init__(self, reach: Reach, transport: Transport) -> None:
         self.transfer_stats = self

@@ -43,7 +43,7 @@ from bench.forward.settings import Settings
 from bench.ucx import of_this_process
 from layerpush.apps.tracing.intervals import union_length
 from layerpush.core.step_plan import PromptProgress, StepPlan
-from layerpush.prefill.writer import WRITE_POLL_S
+from layerpush.prefill.pushes import WRITE_POLL_S
 from layerpush.transport.base import Route, WriteState
 
 CEILING_BYTES = 64 << 20

@@ -12,10 +12,10 @@ Ownership:
 - ``Outcomes`` owns the outcomes that are still to be reported to the engine.
 
 The writer thread calls everything here, but for ``engines_in_use`` and ``len``. ``register``, ``abort`` and
-``time_out`` are tasks from the main thread; messages come from ``worker.dispatch``. ``tick`` follows every round of
+``time_out`` are tasks from the main thread; messages come from ``worker.inbox``. ``tick`` follows every round of
 tasks and messages: it gives sessions the time, and delivers outcomes to vLLM's inboxes.
 
-A completion takes this way: ``worker.dispatch`` -> ``Loads.on_message`` -> ``Load.on_message`` -> ``LoadSession`` ->
+A completion takes this way: ``worker.inbox`` -> ``Loads.on_message`` -> ``Load.on_message`` -> ``LoadSession`` ->
 ``Outcomes.add``; then, in the same turn of the writer, ``Loads.tick`` -> ``Outcomes.tick`` -> ``LoadHost.loaded``.
 """
 

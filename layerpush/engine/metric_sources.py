@@ -20,8 +20,8 @@ from layerpush.telemetry.metrics.catalog import (
 if TYPE_CHECKING:
     from layerpush.decode.loads import Loads
     from layerpush.prefill.claims import Claims
+    from layerpush.prefill.pushes import Pushes
     from layerpush.prefill.step_events import StepEvents
-    from layerpush.prefill.writer import PushWriter
     from layerpush.telemetry.metrics.reporter import Reporter
     from layerpush.telemetry.peer_errors import PeerErrors
     from layerpush.telemetry.trace_file import TraceFile
@@ -41,12 +41,10 @@ def watch_worker(reporter: Reporter, ranks: int, loads: Loads, peer_errors: Peer
     watch_peer_errors(reporter, peer_errors)
 
 
-def watch_writer(
-    reporter: Reporter, writer: PushWriter, claims: Claims, step_events: StepEvents, trace: TraceFile
-) -> None:
+def watch_pushes(reporter: Reporter, pushes: Pushes, claims: Claims, step_events: StepEvents, trace: TraceFile) -> None:
     """Report pushes, pending registrations, and lost records."""
-    reporter.level(ACTIVE_PUSHES, lambda: writer.active)
-    reporter.level(UNCLAIMED_PUSHES, lambda: len(writer.waiting()))
+    reporter.level(ACTIVE_PUSHES, lambda: pushes.active)
+    reporter.level(UNCLAIMED_PUSHES, lambda: len(pushes.waiting()))
     reporter.level(PENDING_REGISTRATIONS, lambda: claims.pending)
     reporter.total(DROPPED_RECORDS, lambda: {"trace": trace.dropped, "hooks": step_events.dropped})
 

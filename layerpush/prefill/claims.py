@@ -41,7 +41,7 @@ from layerpush.prefill.pairing import Named, Pairing
 from layerpush.prefill.prompt_requests import PromptRequest, PromptRequests
 from layerpush.prefill.prompt_requests import State as PromptState
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
-from layerpush.prefill.writer import PushWriter
+from layerpush.prefill.pushes import Pushes
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.connections import Connections, Probe
 
@@ -72,7 +72,7 @@ class Claims:
 
     def __init__(
         self,
-        writer: PushWriter,
+        pushes: Pushes,
         connections: Connections,
         probe: Probe,
         peer_errors: PeerErrors,
@@ -83,11 +83,11 @@ class Claims:
     ) -> None:
         self.peers = DecodePeers(connections, probe, peer_errors)
         connections.on_closed = self._take_held
-        self._writer = writer
+        self._pushes = pushes
         self._connections = connections
         self._peer_errors = peer_errors
         self._pairing = Pairing(base_id)
-        self._claims = ClaimTable(self._pairing, lambda key: writer.serving(key) is not None)
+        self._claims = ClaimTable(self._pairing, lambda key: pushes.serving(key) is not None)
         self._prompts = PromptRequests(self._pairing.keys_of)
         self._arrived: deque[Sequence[Arrived]] = deque()
         self._steps, self._unknown_timeout_s = steps, unknown_timeout_s
@@ -175,7 +175,7 @@ class Claims:
         """Whether heartbeats must not prolong a request's lease: no decode engine has registered it, and a registered
         prompt waits for blocks. Any thread.
         """
-        return self._prompt_waits and request_id in self._writer.computed()
+        return self._prompt_waits and request_id in self._pushes.computed()
 
     # From the writer.
 
@@ -299,8 +299,8 @@ class Claims:
             self._take_arrivals(now)
             waiting = [each for each in self._prompts if each.state is PromptState.QUEUED]
             queued = {claim.key: claim for each in waiting for claim in self._claims.waiting_for(each, now)}
-            self._prompt_waits = bool(queued) or self._writer.has_registered_prompts
-            names = self._names_of(self._writer.computed()) if queued else ()
+            self._prompt_waits = bool(queued) or self._pushes.has_registered_prompts
+            names = self._names_of(self._pushes.computed()) if queued else ()
             for registration in [claim.registration for claim in queued.values()] if names else ():
                 if registration is not None and registration.layerpush >= QUEUED_VERSION:
                     self._answer(registration, Queued(registration.request_id, names), now)
@@ -358,11 +358,11 @@ class Claims:
         registration = claim.registration
         assert registration is not None
         keys = self._pairing.keys(registration)
-        waiting = [each for each in self._prompts.live(keys) if self._writer.is_waiting(each.request_id)]
+        waiting = [each for each in self._prompts.live(keys) if self._pushes.is_waiting(each.request_id)]
         prompt = self._pairing.match(registration, waiting)
         if prompt is not None:
             self._handle(claim, protocol.Matched(), now)
-            self._writer.register(prompt.request_id, registration)
+            self._pushes.register(prompt.request_id, registration)
         elif any(self._pairing.is_misnamed(registration, each) for each in waiting):
             self._refuse(claim, OTHER_PROMPT, now)
         elif self._pairing.is_spare_answer(registration, self._prompts.begun_or_ended(keys)):
@@ -373,7 +373,7 @@ class Claims:
                 self._refuse(claim, reason, now)
 
     def _withdraw(self, claim: Claim, _: protocol.Withdraw, __: float) -> None:
-        request_id = self._writer.serving(claim.key)
+        request_id = self._pushes.serving(claim.key)
         if request_id is None and claim.named is not None:
             given = claim.named.prefill_request_id
             exact = given is not None and self._pairing.base(given) != given
@@ -384,15 +384,15 @@ class Claims:
             self._on_withdrawn(request_id)
 
     def _stop_push(self, claim: Claim, action: protocol.StopPush, now: float) -> None:
-        request_id = self._writer.serving(claim.key)
-        if request_id is None or self._writer.cancel(request_id, claim.key):  # else ``report_failure`` follows
+        request_id = self._pushes.serving(claim.key)
+        if request_id is None or self._pushes.cancel(request_id, claim.key):  # else ``report_failure`` follows
             self._handle(claim, protocol.Stopped(action.message), now)
 
     def _release(self, claim: Claim, _: protocol.Release, now: float) -> None:
         assert claim.named is not None
         known = self._prompts.live(self._pairing.keys(claim.named))
-        prompt = self._pairing.match(claim.named, [each for each in known if self._writer.is_waiting(each.request_id)])
-        dropped = prompt is not None and self._writer.decline(prompt.request_id)
+        prompt = self._pairing.match(claim.named, [each for each in known if self._pushes.is_waiting(each.request_id)])
+        dropped = prompt is not None and self._pushes.decline(prompt.request_id)
         if dropped and claim.state is State.UNWANTED:  # else the request has ended by now
             self._handle(claim, protocol.Dropped(), now)
 
@@ -413,7 +413,7 @@ class Claims:
         return bool(self._prompts.live(self._pairing.keys(named)))
 
     def _is_busy(self, claim: Claim) -> bool:
-        return self._writer.serving(claim.key) is not None
+        return self._pushes.serving(claim.key) is not None
 
     def _is_foreign(self, sender: str, claim: Claim) -> bool:
         """Whether an agent has no part in a registration."""

@@ -1,6 +1,6 @@
 """One push on one prefill rank: a session, its WRITEs on the wire, and its record. Writer thread only.
 
-``PushWriter`` opens a ``Push`` for each request, holds it in its table, and calls it when the scheduler, the forward
+``Pushes`` opens a ``Push`` for each request, holds it in its table, and calls it when the scheduler, the forward
 pass, a decode engine or upstream's push has changed something. The push turns each change into an event for its
 session (``handle``) and performs the actions that the session returns: ``ACTIONS`` has one method for each. The result
 of an action is the next event, often within the same call.

@@ -151,7 +151,7 @@ def _check_greeting(greeting: bytes) -> None:
         raise ZmtpError("no ZMTP 3 greeting without security")
 
 
-class Inbox:
+class Frames:
     """Takes the bytes of one connection, and gives its messages. Commands are skipped. It keeps the bytes of the last
     ``feed``, and at most ``limit`` bytes of an incomplete message, frame headers included.
     """

@@ -7,7 +7,7 @@ from layerpush.compat import handshake, handshake_executor, heartbeats
 from layerpush.core import request_params, wire
 from layerpush.decode import early_messages
 from layerpush.engine.scheduler import side_channel
-from layerpush.engine.worker import dispatch, side_channel_probe
+from layerpush.engine.worker import inbox, side_channel_probe
 from layerpush.prefill import claim_table, decode_peers, prompt_requests, step_schedule
 from layerpush.telemetry import peer_errors, spans, trace_file
 from layerpush.telemetry.metrics import endings, tally
@@ -23,7 +23,7 @@ MESSAGES = (
     ("a registration", wire.MAX_REGISTRATION_BYTES, "bytes", _DROPPED),
     ("a heartbeat", wire.MAX_HEARTBEAT_BYTES, "bytes", _DROPPED),
     ("any other notification", wire.MAX_MESSAGE_BYTES, "bytes", _DROPPED),
-    ("notifications in a turn of the writer thread", dispatch.MESSAGES_PER_TURN, "", "the next turn takes them"),
+    ("notifications in a turn of the writer thread", inbox.MESSAGES_PER_TURN, "", "the next turn takes them"),
     ("an id, the name of an engine or agent", wire.MAX_ID_CHARS, "characters", _DROPPED),
     ("a request's id in vLLM's front end", request_params.MAX_OUTER_ID_CHARS, "characters", "refused"),
     ("a host", wire.MAX_HOST_CHARS, "characters", _DROPPED),

@@ -103,7 +103,7 @@ class Engine:
         self.worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
         self.caches = allocate(layout)
         self.runner = runner(self.worker, config, self.caches)
-        self.totals = Totals(self.writer._shared.meter)
+        self.totals = Totals(self.pushes._services.meter)
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
         self.requests: dict[str, Request] = {}
         self.sent: list[str] = []
@@ -243,8 +243,8 @@ class Engine:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     @property
-    def writer(self) -> Any:
-        return self.worker.connector_worker.writer
+    def pushes(self) -> Any:
+        return self.worker.connector_worker.pushes
 
     def shutdown(self) -> None:
         self.worker.shutdown()

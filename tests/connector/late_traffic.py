@@ -127,7 +127,7 @@ class LateTraffic:
 
     def _is_over(self) -> bool:
         self.step()
-        return self.p.is_idle and self.d.is_idle and not len(self.p.writer)
+        return self.p.is_idle and self.d.is_idle and not len(self.p.pushes)
 
 
 def copy_late(

@@ -64,7 +64,7 @@ def worker(world: None, model: Path) -> Iterator[Make]:
 def test_mla_is_pushed_by_layer_if_each_layer_has_a_region(worker: Make) -> None:
     whole = torch.zeros(LAYERS, BLOCKS, TOKENS, LATENT, dtype=torch.uint8)
     found = worker("LBNHC", dict(zip(NAMES, whole, strict=True)), dict.fromkeys(NAMES, LATENT))
-    assert found.writer._identity.fallback is None
+    assert found.pushes._identity.fallback is None
     assert found._packing.strategy is not None
 
 
@@ -73,7 +73,7 @@ def test_mla_goes_whole_if_layers_share_rows(worker: Make) -> None:
     rows = torch.zeros(BLOCKS, LAYERS, TOKENS, LATENT, dtype=torch.uint8)
     caches = {name: rows[:, layer] for layer, name in enumerate(NAMES)}
     found = worker("BLNHC", caches, dict.fromkeys(NAMES, LATENT))
-    assert "pages of 36864 bytes but its regions [0] hold 147456" in found.writer._identity.fallback
+    assert "pages of 36864 bytes but its regions [0] hold 147456" in found.pushes._identity.fallback
 
 
 def test_an_indexer_beside_mla_is_pushed_by_layer_and_never_packed(
@@ -84,6 +84,6 @@ def test_an_indexer_beside_mla_is_pushed_by_layer_and_never_packed(
     caches = {name: torch.zeros(BLOCKS, TOKENS, size, dtype=torch.uint8) for name, size in sizes.items()}
     with caplog.at_level("INFO", "vllm.layerpush"):
         found = worker("LBNHC", caches, sizes)
-    assert found.writer._identity.fallback is None
+    assert found.pushes._identity.fallback is None
     assert found._packing.strategy is None
     assert "packs nothing: the regions of the KV cache differ in the size" in caplog.text

@@ -59,7 +59,7 @@ def ends_well(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKEN
     assert p.finished == [request_id]
     assert p.sent.count(request_id) == 1
     assert p.free_blocks == p.config.cache_config.num_gpu_blocks - 1
-    until(lambda: len(p.writer) == 0)  # the writer reports the request as sent just before it closes the push
+    until(lambda: len(p.pushes) == 0)  # the writer reports the request as sent just before it closes the push
     assert p.totals.outcomes == {"completed": 1}
 
 
@@ -134,7 +134,7 @@ def test_registered_after_prefill_goes_whole(engine: Build) -> None:
     run(p, STEPS)
     assert p.finished == ["r-1"]
     assert p.free_blocks < p.config.cache_config.num_gpu_blocks - 1, "P must hold the blocks for D"
-    step_until(p, done=p.writer.waiting)  # P's writer knows the request
+    step_until(p, done=p.pushes.waiting)  # P's writer knows the request
     d.decode_from(p, "r-1", TOKENS)
     d.step()
     blocks = d.blocks("r-1")
@@ -219,7 +219,7 @@ def test_an_abort_on_p_in_mid_prefill_fails_the_load_at_once(engine: Build) -> N
     run(p, 2)
     until(lambda: p.totals.writes)
     p.abort("r-1")
-    step_until(p, done=lambda: len(p.writer) == 0)
+    step_until(p, done=lambda: len(p.pushes) == 0)
 
     assert gives_everything_back(p)
     assert p.totals.outcomes == {"cancelled": 1}
@@ -284,7 +284,7 @@ def test_a_registration_after_an_abort_on_p_fails_the_load_at_once(engine: Build
     p.prefill("r-1", TOKENS)
     run(p, 2)
     p.abort("r-1")
-    step_until(p, done=lambda: len(p.writer) == 0)
+    step_until(p, done=lambda: len(p.pushes) == 0)
     d.decode_from(p, "r-1", TOKENS)
     step_until(p, d, done=lambda: d.failed)
     assert gives_everything_back(d)
@@ -358,7 +358,7 @@ def test_two_prompts_with_one_base_id_get_their_own_kv(engine: Build, extra: dic
     ids = {tokens: f"same-{tokens:08x}" for tokens in (100, TOKENS)}
     for tokens, name in ids.items():
         p.prefill(name, tokens)
-    step_until(p, done=lambda: len(p.writer.waiting()) == 2)
+    step_until(p, done=lambda: len(p.pushes.waiting()) == 2)
     blocks = {}
     for tokens in reversed(ids):
         d.decode_from(p, f"same-{tokens + 1:08x}", tokens, prefill_id=f"same-{tokens + 2:08x}")
@@ -409,7 +409,7 @@ def test_a_completion_waits_for_the_next_step_only_beside_another_connector(engi
     assert [chunk.provisional for chunk in chunks] == [elsewhere] * steps
     assert p.finished == ["r-1"]
     if elsewhere:
-        session = p.writer._pushes["r-1"].session
+        session = p.pushes._pushes["r-1"].session
         until(lambda: session.state is State.UNCONFIRMED)
         d.step()
         assert d.received == []

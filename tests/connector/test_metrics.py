@@ -13,7 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from layerpush.engine import unreported_aborts
 from layerpush.engine.worker.packing import MIN_BYTES
-from layerpush.prefill.writer import PushWriter
+from layerpush.prefill.pushes import Pushes
 from layerpush.telemetry.metrics.endings import Endings
 from tests.connector.engine import LAYERS, Engine
 from tests.connector.test_lifecycle import STEPS, TOKENS, asks_first, ends_well, run
@@ -217,7 +217,7 @@ def test_an_engine_that_falls_idle_reports_an_unclaimed_push(engine: Build, fron
 
 def test_an_endless_push_does_not_keep_the_engine_stepping(engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     p = engine("kv_producer")
-    monkeypatch.setattr(PushWriter, "is_draining", True)
+    monkeypatch.setattr(Pushes, "is_draining", True)
     p.prefill("r-1", TOKENS)
     p.step()
     p.abort("r-1")

@@ -118,7 +118,7 @@ def test_microbatches_are_a_warning(
 
 def test_the_size_of_the_engines_graphs_is_known(engine: Build) -> None:
     p = engine("kv_producer")
-    assert p.writer._unhooked._captured_tokens == GRAPH_TOKENS, "a CPU has no graphs"
+    assert p.pushes._unhooked._captured_tokens == GRAPH_TOKENS, "a CPU has no graphs"
     p.config.compilation_config.max_cudagraph_capture_size = 512
     assert captured_tokens(p.config) == 512
 

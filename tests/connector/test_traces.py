@@ -77,7 +77,7 @@ def test_a_whole_request_push(traced: tuple[Engine, Engine, Callable[[], TraceSe
     p, d, read = traced
     p.prefill("r-1", TOKENS)
     run(p, STEPS)
-    step_until(p, done=p.writer.waiting)
+    step_until(p, done=p.pushes.waiting)
     d.decode_from(p, "r-1", TOKENS)
     d.step()
     ends_well(p, d)
@@ -118,7 +118,7 @@ def test_requests_choose_their_mode(engine: Build, tmp_path: Path, configured: d
                 until(lambda: p.totals.writes > landed)  # noqa: B023  before the next step can join it
         step_until(p, d, done=lambda: name in d.received and name in p.sent)  # noqa: B023
         assert holds_prompt(d, blocks, TOKENS)
-        until(lambda: len(p.writer) == 0)
+        until(lambda: len(p.pushes) == 0)
 
     pushes = [request.pushes[0] for request in read().requests]
     default = "request" if configured.get("layerwise") is False else configured.get("granularity", "auto")
@@ -160,7 +160,7 @@ def everything_goes_whole(p: Engine, d: Engine, read: Callable[[], TraceSet], re
         p.prefill(mode, TOKENS, mode)
         run(p, STEPS)
         step_until(p, d, done=lambda: mode in d.received and mode in p.sent)  # noqa: B023
-    until(lambda: len(p.writer) == 0)
+    until(lambda: len(p.pushes) == 0)
     pushes = {request.pushes[0].request_id: request.pushes[0] for request in read().requests}
     assert {(push.mode, len(push.writes)) for push in pushes.values()} == {("request", 1)}
     assert [reason in (pushes[mode].fallback or "") for mode in modes] == [True, True, True, False]

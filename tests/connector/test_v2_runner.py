@@ -68,7 +68,7 @@ def test_a_drafted_layer_is_not_pushed_before_it_is_computed(engine: Build, save
     blocks = asks_first(p, d)
     p.prefill("r-1", TOKENS)
     events = p.worker.connector_worker.step_events
-    runner_of(p).after_forward = lambda: until(lambda: not events.pending and p.writer._step)
+    runner_of(p).after_forward = lambda: until(lambda: not events.pending and p.pushes._step)
     for hooks in (NAMES, [], NAMES, []):
         p.step(hooks=hooks)
     ends_well(p, d)

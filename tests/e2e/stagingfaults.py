@@ -37,7 +37,7 @@ def open_writes(host: HostedEngine) -> int:
 def plans_under_way(host: HostedEngine) -> list[str]:
     """The plans of the WRITEs that have not ended."""
     worker = probes.connector_worker()
-    pushes = list(worker.writer._pushes.values())
+    pushes = list(worker.pushes._pushes.values())
     return sorted({transfer.record.plan for push in pushes for transfer in push.transfers})
 
 

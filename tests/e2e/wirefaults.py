@@ -439,7 +439,7 @@ def forget_peers(host: HostedEngine) -> None:
 def _faults(host: HostedEngine) -> WireFaults:
     if host.faults is None:
         worker = _worker()
-        host.faults = WireFaults(worker.nixl_wrapper, worker.writer._writes if hasattr(worker, "writer") else None)
+        host.faults = WireFaults(worker.nixl_wrapper, worker.pushes._writes if hasattr(worker, "pushes") else None)
     return host.faults
 
 

@@ -20,14 +20,14 @@ class WriterTurns:
 
     def let_pass(self) -> None:
         """If the writer has work: wait until it has done all that it can, and until no WRITE reads from the memory."""
-        writer = self._worker.writer
-        if not len(writer) and not self._worker.step_events.pending:
+        pushes = self._worker.pushes
+        if not len(pushes) and not self._worker.step_events.pending:
             return
         before = self._begun
         for turns in (1, 2):  # the first has ended when the second begins
             self._worker._waker.wake()
             until(partial(self._has_begun, before + turns), "a turn of the writer")
-        until(lambda: not any(push.in_flight for push in list(writer._pushes.values())), "the end of the WRITEs")
+        until(lambda: not any(push.in_flight for push in list(pushes._pushes.values())), "the end of the WRITEs")
 
     def _has_begun(self, turn: int) -> bool:
         return self._begun >= turn

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from layerpush.core.layout import CacheLayout, LayerSlots, Region
 from layerpush.core.step_plan import ChunkPlan, PromptProgress
 from layerpush.core.wire import Registration
-from layerpush.prefill.writer import PushWriter
+from layerpush.prefill.pushes import Pushes
 
 
 def registration(
@@ -84,6 +84,6 @@ def layout_of(
     return CacheLayout(layers, regions, kernel_blocks_per_block)
 
 
-def wait_at_random(writer: PushWriter, draw: random.Random) -> None:
+def wait_at_random(writer: Pushes, draw: random.Random) -> None:
     """Ready layers wait or leave by chance: any decision of a schedule must be safe."""
     writer._schedule.waits = lambda _: draw.random() < 0.5  # type: ignore[method-assign]

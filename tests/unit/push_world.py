@@ -120,7 +120,7 @@ class PushWorld:
 
     @property
     def registrable(self) -> bool:
-        """No decode engine has registered, and one may: `PushWriter.waiting`."""
+        """No decode engine has registered, and one may: `Pushes.waiting`."""
         return not self.registered and self.state in (State.WAITING, State.DELEGATED)
 
     @property
@@ -130,7 +130,7 @@ class PushWorld:
 
     @property
     def pushed_by_upstream(self) -> bool:
-        """Upstream may post its WRITE: `PushWriter.is_delegated`, and D has registered."""
+        """Upstream may post its WRITE: `Push.is_delegated`, and D has registered."""
         return (
             self.state is State.DELEGATED
             and self.registered

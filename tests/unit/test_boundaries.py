@@ -50,7 +50,7 @@ def test_only_the_plugin_and_the_doctor_import_vllms_connector_factory() -> None
 def test_objects_of_the_writer_thread_import_neither_engine_nor_threading(module: str) -> None:
     """The worker passes in all that these objects need: tests need no engine. Each file must exist: no stale name."""
     files = {
-        *(f"prefill/{name}.py" for name in ("claims", "decode_peers", "writer", "push")),
+        *(f"prefill/{name}.py" for name in ("claims", "decode_peers", "links", "pushes", "push")),
         *(f"decode/{name}.py" for name in ("loads", "load", "outcomes", "prefill_peers", "early_messages")),
         *(f"transport/{name}.py" for name in ("writes", "connections")),
         "telemetry/peer_errors.py",

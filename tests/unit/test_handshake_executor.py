@@ -74,7 +74,7 @@ def answers_each(*payloads: bytes) -> Callable[[socket.socket], None]:
     """One payload for each query, with the clock at that time."""
 
     def talk(connection: socket.socket) -> None:
-        inbox, left = zmtp.Inbox(2048), list(payloads)
+        inbox, left = zmtp.Frames(2048), list(payloads)
         connection.sendall(GREETING + READY)
         while data := connection.recv(4096):
             inbox.feed(data)

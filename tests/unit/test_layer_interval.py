@@ -6,7 +6,7 @@ import pytest
 
 from layerpush.core.push_policy import Policy
 from layerpush.prefill.layer_interval import LONGEST_S, POLLS_APART, SHORTEST_S, LayerInterval
-from layerpush.prefill.writer import WRITE_POLL_S
+from layerpush.prefill.pushes import WRITE_POLL_S
 from tests.support.fake_transport import Faults
 from tests.unit.writer_rig import Prompt, Rig
 

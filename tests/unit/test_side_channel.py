@@ -294,7 +294,7 @@ def test_a_message_without_end_closes_its_connection(caplog: pytest.LogCaptureFi
 )  # fmt: skip
 def test_no_more_is_kept_than_the_limit_and_the_last_bytes(data: bytes, sizes: list[int]) -> None:
     limit = 64
-    inbox = zmtp.Inbox(limit)
+    inbox = zmtp.Frames(limit)
     inbox.feed(zmtp.GREETING)
     with suppress(zmtp.ZmtpError):
         while data:
@@ -308,7 +308,7 @@ def test_no_more_is_kept_than_the_limit_and_the_last_bytes(data: bytes, sizes: l
 
 @given(st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=3), max_size=4), st.integers(1, 80))
 def test_messages_arrive_whole_in_any_pieces(messages: list[list[bytes]], size: int) -> None:
-    inbox, arrived = zmtp.Inbox(1024), []
+    inbox, arrived = zmtp.Frames(1024), []
     stream = zmtp.GREETING + zmtp.ready(b"REQ") + b"".join(framed(*parts) for parts in messages)
     for start in range(0, len(stream), size):
         inbox.feed(stream[start : start + size])

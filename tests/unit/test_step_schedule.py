@@ -10,9 +10,9 @@ import pytest
 from layerpush.core.push_policy import Policy
 from layerpush.core.step_plan import StepPlan
 from layerpush.prefill.layer_interval import FENCE_POLL_S, LONGEST_S, LayerInterval
+from layerpush.prefill.pushes import WRITE_POLL_S
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.step_schedule import StepSchedule
-from layerpush.prefill.writer import WRITE_POLL_S
 from layerpush.transport.link_speed import LinkSpeed, Terms
 from tests.unit.writer_rig import BLOCK_SIZE, Prompt, Rig
 

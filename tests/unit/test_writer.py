@@ -14,8 +14,8 @@ from layerpush.prefill.layer_interval import LONGEST_S
 from layerpush.prefill.push import Identity, Push
 from layerpush.prefill.push_protocol import Planned
 from layerpush.prefill.push_session import PushSession
+from layerpush.prefill.pushes import WRITE_POLL_S
 from layerpush.prefill.unhooked_layers import UnhookedLayers
-from layerpush.prefill.writer import WRITE_POLL_S
 from layerpush.transport.link import Link
 from tests.support.fake_transport import Faults
 from tests.unit.builders import registration

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from typing import Any
 
 import pytest
 
@@ -317,6 +318,9 @@ def test_a_cancel_during_upstreams_write_waits_for_its_end() -> None:
     assert rig.writer.writes_in_flight("p-1")
     assert not rig.writer.cancel("p-1", KEY)
     assert (rig.host.failures, rig.host.released) == ([], [])
+    wanted: Any = rig.host.delegated["p-1"]
+    rig.writer.push_deferred("p-1", (prompt.blocks,), wanted)
+    assert len(rig.fabric.writes) == 1, "a handshake that was begun before may end now"
     rig.settle()
     assert [(drained, cancelled) for _, drained, cancelled in rig.host.reported_failures()] == [(True, True)]
     assert rig.host.released == ["p-1"]
@@ -330,7 +334,6 @@ def test_a_cancel_before_upstreams_handshake_prevents_the_write() -> None:
     assert rig.writer._pushes["p-1"].is_delegated
     assert not rig.writer.cancel("p-1", KEY)
     rig.host.connecting["p-1"](None, 0.0)
-    rig.writer.push_deferred("p-1", (prompt.blocks,), {})
     rig.settle()
     assert rig.fabric.writes == []
     assert rig.host.released == ["p-1"]

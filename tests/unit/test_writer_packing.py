@@ -227,7 +227,7 @@ def test_a_failed_release_of_a_handle_blocks_no_other(monkeypatch: pytest.Monkey
         release(handle)
 
     monkeypatch.setattr(rig.p, "release", unwilling)
-    monkeypatch.setattr("layerpush.prefill.writer.RELEASE_RETRY_S", 0.0)
+    monkeypatch.setattr("layerpush.prefill.pushes.RELEASE_RETRY_S", 0.0)
     rig.step((prompt, TOKENS))
     rig.settle()
     rig.assert_delivered(prompt, wanted)

@@ -83,9 +83,9 @@ def test_a_full_turn_looks_at_no_request_that_only_waits(
     rank.writer._due = 0.0 if reason == "due" else time.perf_counter() + 60.0
     touched = Touched(rank, monkeypatch)
     message = [("p-9", encode(Ping("E", 1)))] if reason == "a message" else []
-    monkeypatch.setattr(rank.writer._dispatcher, "_notifications", lambda: message)
+    monkeypatch.setattr(rank.writer._inbox, "_notifications", lambda: message)
     rank.writer._turn(reason == "woken")
-    assert "PushWriter.turn" in touched.calls
+    assert "Pushes.turn" in touched.calls
     assert {call.split(".")[0] for call in touched.calls if call.endswith("tick")} == {
         "Connections",
         "Claims",

@@ -16,8 +16,8 @@ from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
 from layerpush.core.wire import Registration
 from layerpush.prefill.push import BlockIds, Identity
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
+from layerpush.prefill.pushes import Pushes
 from layerpush.prefill.step_events import StepEvents
-from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
@@ -319,7 +319,7 @@ class Rig:
         meter = meter or PushMeter(Recorder())
         self.totals = Totals(meter)
         host: Any = self.host
-        self.writer = PushWriter(
+        self.writer = Pushes(
             engine or Identity("P", 0),
             self.layout,
             policy or Policy(),

@@ -25,7 +25,7 @@ import msgspec
 
 from layerpush.compat.nixl_connector import GET_META_MSG
 from layerpush.telemetry.peer_errors import PeerErrors
-from layerpush.transport.zmtp import GREETING, MORE, Inbox, ZmtpError, header, ready
+from layerpush.transport.zmtp import GREETING, MORE, Frames, ZmtpError, header, ready
 
 MAX_QUERY_BYTES = 2048
 MAX_CONNECTIONS = 256
@@ -100,7 +100,7 @@ class _Asker:
     host: str
     seen: float
     due: float
-    inbox: Inbox = field(default_factory=lambda: Inbox(MAX_QUERY_BYTES))
+    inbox: Frames = field(default_factory=lambda: Frames(MAX_QUERY_BYTES))
     outbox: list[memoryview] = field(default_factory=list)
     """The rest of an answer. Nothing is read from the connection before it is sent."""
 

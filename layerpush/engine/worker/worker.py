@@ -58,9 +58,9 @@ from layerpush.core.request_names import Arrived
 from layerpush.core.wire import Decline, Registration, WireError, encode_quietly
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
-from layerpush.engine.metric_sources import watch_rings, watch_worker, watch_writer
+from layerpush.engine.metric_sources import watch_pushes, watch_rings, watch_worker
 from layerpush.engine.unreported_aborts import UnreportedAborts
-from layerpush.engine.worker.dispatch import Dispatcher
+from layerpush.engine.worker.inbox import Inbox
 from layerpush.engine.worker.packing import WorkerPacking
 from layerpush.engine.worker.side_channel_probe import Prober
 from layerpush.engine.worker.wake import Waker
@@ -69,8 +69,8 @@ from layerpush.prefill.claims import Claims
 from layerpush.prefill.fences import fences_for
 from layerpush.prefill.links import Links
 from layerpush.prefill.push import Identity
+from layerpush.prefill.pushes import Pushes
 from layerpush.prefill.step_events import StepEvents
-from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.peer_errors import PeerErrors
@@ -100,7 +100,7 @@ class LayerwisePushWorker(VllmPushWorker):
 
     step_events: StepEvents
     links: Links
-    writer: PushWriter
+    pushes: Pushes
     claims: Claims
     loads: Loads
     _writer_thread: WriterThread | None = None
@@ -167,7 +167,7 @@ class LayerwisePushWorker(VllmPushWorker):
         )
         self._connections = Connections(self, self.transport, config.allowed_hosts, self._search)
         self.links = Links(self, self._connections)
-        self.writer = PushWriter(
+        self.pushes = Pushes(
             self._identity(fallback),
             layout,
             Policy(config.mode),
@@ -179,7 +179,7 @@ class LayerwisePushWorker(VllmPushWorker):
             PushMeter(self.metrics.recorder, engine_fallback=fallback),
         )
         self.claims = Claims(
-            self.writer,
+            self.pushes,
             self._connections,
             self._probe_peer,
             peer_errors,
@@ -188,7 +188,7 @@ class LayerwisePushWorker(VllmPushWorker):
             config.unknown_request_timeout_s,
             self._withdrawn if config.answer_early else lambda _: None,
         )
-        self.writer.registry = self.claims
+        self.pushes.registry = self.claims
         self._cuda = cuda.runtime(device)
         self._contact = self._found_contact()
         recorder, watch = self.metrics.recorder, PeerWatch(config.peer_timeout_s)
@@ -208,7 +208,7 @@ class LayerwisePushWorker(VllmPushWorker):
             lambda: self.engines_in_use,
             partial(random.uniform, 0.0, PING_EVERY_S),
         )
-        dispatcher = Dispatcher(
+        inbox = Inbox(
             self.transport,
             self.claims,
             self.loads,
@@ -218,18 +218,16 @@ class LayerwisePushWorker(VllmPushWorker):
             cuda.rdma_flush(self._cuda, device),
         )
         watch_worker(self.metrics, self.vllm_config.parallel_config.world_size, self.loads, peer_errors)
-        watch_writer(self.metrics, self.writer, self.claims, self.step_events, self._trace)
+        watch_pushes(self.metrics, self.pushes, self.claims, self.step_events, self._trace)
         watch_rings(self.metrics, packing.rings)
         return WriterThread(
             self,
             self._waker,
             self.metrics.lag,
-            self._connections,
-            idle,
-            dispatcher,
-            self.writer,
-            self.claims,
+            inbox,
+            self.pushes,
             self.loads,
+            (self._connections, self.claims, self.loads, idle),
             self._unreported_aborts,
         )
 
@@ -291,7 +289,7 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def has_writes_in_flight(self, request_id: str) -> bool:
         """Whether a WRITE reads from the request's blocks: its lease must not end then."""
-        return self.writer.writes_in_flight(request_id)
+        return self.pushes.writes_in_flight(request_id)
 
     def may_lapse(self, request_id: str) -> bool:
         return self.claims.may_lapse(request_id)
@@ -317,7 +315,7 @@ class LayerwisePushWorker(VllmPushWorker):
     @property
     def engines_in_use(self) -> set[str]:
         """Engines whose connections must stay: pushes or loads need them."""
-        return self.writer.engines_in_use | self.loads.engines_in_use
+        return self.pushes.engines_in_use | self.loads.engines_in_use
 
     # Writer thread: its loop.
 
@@ -352,7 +350,7 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def whole_write_posted(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_id: str) -> None:
         """Upstream has posted a WRITE of a whole request: its push watches it."""
-        self.writer.adopt(request_id, transfer, decode_engine_id, decode_id)
+        self.pushes.adopt(request_id, transfer, decode_engine_id, decode_id)
 
     # Writer thread: D's side. ``LoadHost`` documents the public methods.
 
@@ -440,5 +438,5 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def end_pushes(self, engine_id: str, reason: str) -> bool:
         """Fail the pushes to an engine. Returns whether no WRITE is on its way to it."""
-        self.writer.fail_engine(engine_id, reason)
-        return engine_id not in self.writer.engines_in_flight
+        self.pushes.fail_engine(engine_id, reason)
+        return engine_id not in self.pushes.engines_in_flight

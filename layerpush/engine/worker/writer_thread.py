@@ -10,7 +10,7 @@ Other threads leave work in queues. The writer is the only reader of each, and e
   answers of the side-channel probe. First in, first out: a request's registration comes before its cancellation.
 - ended requests, from the main thread: P's requests that were sent, or whose lease is over.
 - deferred pushes, from the handshake executor: vLLM's whole-request pushes whose handshake is over.
-- notifications, from NIXL: ``Dispatcher`` hands each to P's or D's side.
+- notifications, from NIXL: ``Inbox`` hands each to P's or D's side.
 - step events, from the main thread: steps, layers, finished requests, revoked blocks. New requests are queued before
   their first step, and ``Claims`` takes them before it looks for a request.
 
@@ -37,20 +37,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from layerpush.compat.push_worker import VllmPushWorker
 from layerpush.decode.loads import Loads
 from layerpush.engine.unreported_aborts import UnreportedAborts
-from layerpush.engine.worker.dispatch import Dispatcher
+from layerpush.engine.worker.inbox import Inbox
 from layerpush.engine.worker.thread_name import WRITER, name_this_thread
 from layerpush.engine.worker.wake import Waker
-from layerpush.prefill.claims import Claims
-from layerpush.prefill.writer import PushWriter
+from layerpush.prefill.pushes import Pushes
 from layerpush.telemetry.metrics.lag import Lag
-from layerpush.transport.connections import Connections
-from layerpush.transport.idle_connections import IdleConnections
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -70,29 +67,29 @@ class Timed(Protocol):
 
 
 class WriterThread:
-    """The writer thread's loop, and the objects that it serves. Built on the main thread before the loop starts."""
+    """The writer thread's loop, and the objects that it serves; ``timed`` in the order of their ticks. Built on the
+    main thread before the loop starts.
+    """
 
     def __init__(
         self,
         worker: VllmPushWorker,
         waker: Waker,
         lag: Lag,
-        connections: Connections,
-        idle: IdleConnections,
-        dispatcher: Dispatcher,
-        pushes: PushWriter,
-        claims: Claims,
+        inbox: Inbox,
+        pushes: Pushes,
         loads: Loads,
+        timed: Sequence[Timed],
         unreported_aborts: UnreportedAborts,
     ) -> None:
         self._worker = worker
         self._waker = waker
         self._lag = lag
-        self._dispatcher = dispatcher
+        self._inbox = inbox
         self._pushes = pushes
         self._loads = loads
         self._unreported_aborts = unreported_aborts
-        self._timed: tuple[Timed, ...] = (connections, claims, loads, idle)
+        self._timed = timed
         self._stop = threading.Event()
         self._due = 0.0
         """When the next full turn is due."""
@@ -136,7 +133,7 @@ class WriterThread:
         aborts = self._unreported_aborts.count
         if woken:
             self._take_queued()
-        found = self._dispatcher.deliver()
+        found = self._inbox.deliver()
         if not woken and not found and time.perf_counter() < self._due:
             return
         self._pushes.turn()
@@ -159,7 +156,7 @@ class WriterThread:
 
     def _next_due(self, now: float) -> float:
         """When the next full turn is due, if nothing wakes the writer before."""
-        if self._dispatcher.is_behind:
+        if self._inbox.is_behind:
             return now
         times = (self._pushes.next_due(now), *(part.next_due(now) for part in self._timed))
         return min(now + IDLE_POLL_S, *(at for at in times if at is not None))

@@ -22,8 +22,8 @@ from layerpush.prefill.claims import Claims
 from layerpush.prefill.coverage import Coverage
 from layerpush.prefill.pairing import Pairing
 from layerpush.prefill.push_session import PushSession
+from layerpush.prefill.pushes import Pushes
 from layerpush.prefill.step_events import StepEvents
-from layerpush.prefill.writer import PushWriter
 from layerpush.transport.connections import TRIES, Connections, Then
 from layerpush.transport.peers import Address
 
@@ -297,4 +297,4 @@ def a_request_says_where_a_connected_engine_is(patch: Patch) -> None:
 
 @mutant(hold_writes=1.0, most=120)
 def a_lease_ends_under_writes(patch: Patch) -> None:
-    patch.setattr(PushWriter, "writes_in_flight", lambda self, request_id: False)
+    patch.setattr(Pushes, "writes_in_flight", lambda self, request_id: False)

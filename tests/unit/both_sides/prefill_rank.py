@@ -27,8 +27,8 @@ from layerpush.prefill.claims import Claims
 from layerpush.prefill.links import Links
 from layerpush.prefill.push import Identity
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
+from layerpush.prefill.pushes import Pushes
 from layerpush.prefill.step_events import StepEvents
-from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
@@ -87,9 +87,7 @@ class PrefillRank(Process):
         worker: Any = self
         self.links = _Links(worker, self.connections)
         writes = Writes(self.transport, layout, self.strategy)
-        self.writer = PushWriter(
-            identity, layout, policy, writes, self.capture, self.links, worker, trace, _Plans(world)
-        )
+        self.writer = Pushes(identity, layout, policy, writes, self.capture, self.links, worker, trace, _Plans(world))
         self.writer.registry = self
         if policy.mode == "auto":
             wait_at_random(self.writer, random.Random(rank))

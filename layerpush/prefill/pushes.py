@@ -1,6 +1,6 @@
 """The pushes of one prefill rank, and P's part of a turn of the writer thread.
 
-``PushWriter`` holds the table of pushes and knows which step is being computed. The worker's writer thread calls
+``Pushes`` holds the table of pushes and knows which step is being computed. The worker's writer thread calls
 ``turn``, sleeps until ``next_due`` at most, and calls it again. A turn
 
 1. takes the events that the forward pass and the scheduler have left in ``StepEvents``;
@@ -73,7 +73,7 @@ WRITE_POLL_S = 300e-6
 RELEASE_RETRY_S = 1.0
 
 
-class PushWriter:
+class Pushes:
     """See the module's text."""
 
     registry: Registry

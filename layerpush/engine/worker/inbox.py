@@ -52,7 +52,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 MESSAGES_PER_TURN = 256
 
 
-class Dispatcher:
+class Inbox:
     """``heartbeat`` gets each heartbeat.
 
     ``flush`` makes WRITEs that landed before a notification visible to our device, or raises ``CudaError``: see
@@ -97,7 +97,7 @@ class Dispatcher:
                 if failure is not None and isinstance(message, Completion):
                     self._loads.on_invisible(agent, message, payload, failure, now)
                 else:
-                    self._dispatch(agent, message, payload, now)
+                    self._hand_over(agent, message, payload, now)
             except Exception:  # a defect of ours costs one message, never the thread
                 logger.exception("layerpush: %s from %s failed", type(message).__name__, agent)
         return True
@@ -123,7 +123,7 @@ class Dispatcher:
             except WireError as error:
                 self._peer_errors.add("bad notification", f"a message that agent {agent} sent is dropped: {error}", now)
 
-    def _dispatch(self, agent: str, message: Message, payload: bytes, now: float) -> None:
+    def _hand_over(self, agent: str, message: Message, payload: bytes, now: float) -> None:
         match message:
             case Registration():
                 self._claims.on_registration(agent, message, now)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from layerpush.core.wire import MAX_ID_CHARS, Completion, FirstToken, Ping, encode
-from layerpush.engine.worker.dispatch import MESSAGES_PER_TURN, Dispatcher, logger
+from layerpush.engine.worker.inbox import MESSAGES_PER_TURN, Inbox, logger
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import Transport
 from layerpush.transport.cuda import CudaError
@@ -17,13 +17,13 @@ OTHERS = [encode(Ping("D", 1)), encode(FirstToken("r-1", 7)), b"not a message"]
 
 
 class Calls:
-    """A transport with these notifications, and every receiver of a dispatcher. Keeps the calls, in order."""
+    """A transport with these notifications, and every receiver of an inbox. Keeps the calls, in order."""
 
     def __init__(self, *payloads: bytes) -> None:
         self._payloads = payloads
         self.made: list[str] = []
         parts = cast(Any, self)
-        self.dispatcher = Dispatcher(
+        self.inbox = Inbox(
             cast(Transport, self),
             parts,
             parts,
@@ -54,7 +54,7 @@ class Calls:
 
 def test_landed_bytes_are_flushed_before_use() -> None:
     calls = Calls(*OTHERS, COMPLETION)
-    calls.dispatcher.deliver()
+    calls.inbox.deliver()
     assert calls.made[0] == "flush"
     assert calls.made.count("flush") == 1
     assert len(calls.made) == 4
@@ -62,13 +62,13 @@ def test_landed_bytes_are_flushed_before_use() -> None:
 
 def test_several_completions_need_one_flush() -> None:
     calls = Calls(COMPLETION, COMPLETION)
-    calls.dispatcher.deliver()
+    calls.inbox.deliver()
     assert calls.made == ["flush", Completion.__name__, Completion.__name__]
 
 
 def test_other_notifications_need_no_flush() -> None:
     calls = Calls(*OTHERS)
-    calls.dispatcher.deliver()
+    calls.inbox.deliver()
     assert calls.made == ["Ping", "FirstToken"]
 
 
@@ -80,10 +80,10 @@ def test_a_flush_that_fails_costs_the_bytes_that_it_was_for_and_no_other_message
     def fail() -> None:
         raise CudaError("the device is lost")
 
-    calls.dispatcher._flush = fail
+    calls.inbox._flush = fail
     for _ in range(2):
         calls.made.clear()
-        calls.dispatcher.deliver()
+        calls.inbox.deliver()
         assert calls.made == [
             "invisible Completion", "Ping", "FirstToken", "invisible Completion", "Heartbeat",
         ]  # fmt: skip
@@ -93,16 +93,16 @@ def test_a_flush_that_fails_costs_the_bytes_that_it_was_for_and_no_other_message
 def test_a_flood_is_handed_over_in_several_turns() -> None:
     """Pushes go on meanwhile. Nothing more is read before the last of what was read."""
     calls = Calls(*[OTHERS[0]] * (MESSAGES_PER_TURN + 2))
-    calls.dispatcher.deliver()
-    assert (len(calls.made), calls.dispatcher.is_behind) == (MESSAGES_PER_TURN, True)
-    calls.dispatcher.deliver()
-    assert (len(calls.made), calls.dispatcher.is_behind) == (MESSAGES_PER_TURN + 2, False)
+    calls.inbox.deliver()
+    assert (len(calls.made), calls.inbox.is_behind) == (MESSAGES_PER_TURN, True)
+    calls.inbox.deliver()
+    assert (len(calls.made), calls.inbox.is_behind) == (MESSAGES_PER_TURN + 2, False)
 
 
 def test_an_agent_with_an_endless_name_is_not_heard() -> None:
     """NIXL does not check names, and several tables keep them."""
     calls = Calls(OTHERS[0])
     calls.notifications = lambda: [("P" * (MAX_ID_CHARS + 1), OTHERS[0])]  # type: ignore[method-assign]
-    calls.dispatcher.deliver()
+    calls.inbox.deliver()
     assert calls.made == []
-    assert calls.dispatcher._peer_errors.counts == {"bad notification": 1}
+    assert calls.inbox._peer_errors.counts == {"bad notification": 1}
