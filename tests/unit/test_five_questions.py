@@ -10,7 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = (ROOT / "docs/design/index.md").read_text().partition("\n## Five questions\n")[2].split("\n### ")[1:]
-MOST = {"Where does a new kind of attention go?": 2}
+MOST = {
+    "Where does a new kind of attention go?": 2,
+    "What happens on D when P dies in the middle of a push?": 4,
+}
 """The most files that answer a question."""
 
 
