@@ -23,6 +23,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -77,6 +78,8 @@ def import_vllm() -> dict[str, str]:
     """
     before = dict(os.environ)
     calm.register()
+    # Each engine looks for plugins several times, and each look reads all packages.
+    importlib.metadata.entry_points = importlib.metadata.entry_points().select
     for module in MODULES:
         importlib.import_module(module)
     _set_up()

@@ -9,17 +9,6 @@ from tests.e2e.enginehost import EngineHost
 from tests.e2e.fixtures import LogReader
 from tests.e2e.fleet import Fleet
 
-# Attributes that remember the last few thousand finished requests on purpose.
-BOUNDED_MEMORIES = (
-    "._served",
-    "._over",
-    ".unwanted",
-    "._withheld",
-    "._ended",
-    "._elsewhere",
-    "._heartbeats",
-)
-
 CLEAN_UP_S = 10.0
 """Seconds that another thread may take to clean up on a busy machine."""
 
@@ -45,7 +34,7 @@ def _nothing_left_behind(fleet: Fleet, logs: LogReader) -> Iterator[None]:
         fleet.rest()
 
 
-def check_nothing_left(host: EngineHost, bounded_memories: tuple[str, ...] = BOUNDED_MEMORIES) -> None:
+def check_nothing_left(host: EngineHost, bounded_memories: tuple[str, ...] = probes.BOUNDED_MEMORIES) -> None:
     assert host.call(probes.request_statuses) == {}
     assert host.call(probes.free_blocks) == host.idle_blocks, f"{host.engine_id} has not freed all its blocks"
     left = host.call(probes.wait_until_forgotten, host.request_ids(), bounded_memories, CLEAN_UP_S)

@@ -32,7 +32,7 @@ from tests.e2e.results import Finished
 from tests.e2e.wirefaults import WireFaults
 from tests.support import libfabric, lmcache
 
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.01
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.02
 
 
 def prepare_process(log_path: str, port: int) -> None:
@@ -144,7 +144,7 @@ class HostedEngine:
                     self._answer_idle_waiters()
             self._step()
             # While requests only wait for a peer, pauses grow. A command ends a pause.
-            pause = SHORTEST_PAUSE_S if self.scheduler.running else min(1.1 * pause, LONGEST_PAUSE_S)
+            pause = SHORTEST_PAUSE_S if self.scheduler.running else min(1.5 * pause, LONGEST_PAUSE_S)
             if not self.scheduler.running:
                 self.pipe.poll(pause)
 

@@ -34,16 +34,12 @@ class Push:
         return {(chunk, layer) for chunk, layer, _, _ in self.fields["ready"]}
 
 
-def all_pushes(trace_dir: pathlib.Path) -> list[Push]:
-    """The pushes of all requests so far."""
-    lines = [line for path in trace_dir.glob("*.jsonl") for line in path.read_text().splitlines()]
-    records = [json.loads(line) for line in lines]
-    return [Push(record) for record in records if record["kind"] == "push"]
-
-
 def pushes(trace_dir: pathlib.Path, base_request_id: str) -> list[Push]:
-    """The pushes of a request so far."""
-    return [push for push in all_pushes(trace_dir) if push.request_id.startswith(base_request_id)]
+    """The pushes of a request so far. The file may have lines of many other requests."""
+    lines = [line for path in trace_dir.glob("*.jsonl") for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in lines if base_request_id in line]
+    pushes = [Push(record) for record in records if record["kind"] == "push"]
+    return [push for push in pushes if push.request_id.startswith(base_request_id)]
 
 
 def wait_for_pushes(trace_dir: pathlib.Path, base_request_id: str, count: int = 1, timeout: float = 10.0) -> list[Push]:

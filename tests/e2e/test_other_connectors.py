@@ -42,7 +42,7 @@ def registered(*handoffs: Handoff) -> tuple[Handoff, ...]:
     """P knows the registrations before it gets the prompts. P may be paused."""
     for handoff in handoffs:
         (decode_id,) = handoff.d.add(handoff.to_d())
-        handoff.p.poll_until(probes.is_mentioned, decode_id)
+        handoff.p.poll_until(probes.has_registration, decode_id)
     return handoffs
 
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from tests.e2e import probes, stagingfaults, wirefaults
-from tests.e2e.conftest import BOUNDED_MEMORIES, check_nothing_left
-from tests.e2e.enginehost import EngineHost
+from tests.e2e.conftest import check_nothing_left
+from tests.e2e.enginehost import MAX_TOKENS, EngineHost
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fixtures import COMPLAINTS
 from tests.e2e.fleet import Fleet
@@ -37,7 +37,7 @@ SERIOUS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
 UPSTREAM_ECHO = "Skipping KV post-processing for failed request"
 
 
-def early(p: EngineHost, d: EngineHost, length: int, seed: int, *, max_tokens: int = 8) -> Handoff:
+def early(p: EngineHost, d: EngineHost, length: int, seed: int, *, max_tokens: int = MAX_TOKENS) -> Handoff:
     """A handoff whose registration has reached P. P does not have the prompt yet."""
     d.call(wirefaults.watch)
     handoff = Handoff(new_id(), prompt(length, seed=seed), p, d, max_tokens)
@@ -196,7 +196,7 @@ class LogView:
 def check_clean(host: EngineHost, log: LogView) -> None:
     """Check that a host is idle, without blocks, table entries, open handles, unknown threads or tracebacks."""
     host.wait_idle(timeout=20)
-    check_nothing_left(host, (*BOUNDED_MEMORIES, "._early"))
+    check_nothing_left(host, (*probes.BOUNDED_MEMORIES, "._early"))
     until(lambda: host.call(wirefaults.open_handles) == 0, f"{host.engine_id} has no open handle", pause_s=PAUSE_S)
     assert host.call(stagingfaults.open_writes) == 0
     threads = host.call(probes.threads)

@@ -9,7 +9,7 @@ from tests.e2e import probes
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, new_id, prompt
-from tests.e2e.pushtrace import all_pushes
+from tests.e2e.pushtrace import pushes
 from tests.faults import engines
 from tests.faults.checks import LogView, check_idle_soon, check_serves
 
@@ -75,7 +75,8 @@ def test_random_aborts(
     for host in (p, d):
         check_idle_soon(host, 20)
     if packing != "auto":
-        plans = Counter(write["plan"] for push in all_pushes(p.trace_dir) for write in push.writes)
+        records = [push for handoff in handoffs for push in pushes(p.trace_dir, handoff.request_id)]
+        plans = Counter(write["plan"] for push in records for write in push.writes)
         assert plans[engines.PLANS[packing]] > count, f"the plans of WRITEs were {plans}"
     check_serves(p, d, reference, seed=401)
 

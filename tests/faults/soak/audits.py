@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from tests.e2e.conftest import BOUNDED_MEMORIES
+from tests.e2e.probes import BOUNDED_MEMORIES
 from tests.faults.soak import inhost
 from tests.faults.soak.engine import Answer
 from tests.faults.soak.engine_slots import EngineSlot

@@ -131,9 +131,8 @@ def left_in(
     No table may mention the ids ``texts`` and ``orphans``, except at paths that contain one of ``allowed``. An orphan's
     D has died, so its registration may stay: no D can cancel it.
     """
-    found = [path for path in probes.mentions_in(roots, texts) if not any(part in path for part in allowed)]
-    allowed = (*allowed, WAITING_REGISTRATIONS)
-    return found + [path for path in probes.mentions_in(roots, orphans) if not any(part in path for part in allowed)]
+    found = probes.mentions_in(roots, texts, allowed)
+    return found + probes.mentions_in(roots, orphans, (*allowed, WAITING_REGISTRATIONS))
 
 
 def _known_ids(host: HostedEngine) -> set[str]:
