@@ -24,6 +24,8 @@ from tests.support import starts
 START_DEADLINE = 180.0
 DEADLINE = 60.0
 LOG_TAIL_LINES = 40
+MAX_TOKENS = 4
+"""Of an answer. Bytes are compared by digests, so tokens only show that D goes on from them."""
 
 
 class HostDied(AssertionError):
@@ -41,7 +43,7 @@ class Request:
     request_id: str
     token_ids: list[int]
     kv_transfer_params: dict[str, Any] | None = None
-    max_tokens: int = 8
+    max_tokens: int = MAX_TOKENS
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """More parameters of vLLM's ``SamplingParams``, or others than ``hostmain`` chooses."""
 

@@ -25,7 +25,7 @@ class EngineSpec:
     """All differences between hosted engines. Equal specs share one process.
 
     `transfer` is the JSON of the KVTransferConfig without engine_id. A missing kv_role follows from the role. None: the
-    plain reference engine. `options` are (name, value) pairs for vLLM's EngineArgs; a speculative_config is JSON.
+    plain reference engine. `options` are (name, value) pairs for vLLM's EngineArgs; their configurations are JSON.
     The host replaces "$TRACE" in `transfer` by its own trace directory, and "$MODEL" in a speculative_config by the
     model's directory.
     """
@@ -65,8 +65,9 @@ class EngineSpec:
             "kv_cache_memory_bytes": 128 << 20,
         }
         options = defaults | dict(self.options)
-        if speculation := options.get("speculative_config"):
-            options["speculative_config"] = json.loads(speculation.replace("$MODEL", model))
+        for name in ("speculative_config", "compilation_config"):
+            if name in options:
+                options[name] = json.loads(options[name].replace("$MODEL", model))
         return options
 
     def transfer_fields(self, trace_dir: str) -> dict[str, Any] | None:

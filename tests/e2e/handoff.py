@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from tests.e2e import probes
-from tests.e2e.enginehost import EngineHost, Request
+from tests.e2e.enginehost import MAX_TOKENS, EngineHost, Request
 from tests.e2e.enginespec import PREFILL_TOKENS_PER_STEP
 from tests.e2e.models import VOCABULARY
 from tests.e2e.pushtrace import Push, wait_for_pushes
 from tests.metrics_scrape import Scrape
 
 Order = Literal["early", "mid", "after_last_step", "late", "together"]
-MAX_TOKENS = 8
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

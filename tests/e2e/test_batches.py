@@ -14,7 +14,7 @@ from tests.e2e.streamchecks import check_completed, check_streamed
 def test_sixteen_at_once(fleet: Fleet, reference: Reference) -> None:
     """All 16 requests are in both engines before P steps."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
-    lengths = random.Random(30).sample(range(1, 1400), 16)
+    lengths = random.Random(30).sample(range(1, 700), 16)
     handoffs = [Handoff(new_id(), prompt(length, seed=30), p, d) for length in lengths]
     p.hold()
     p.add(*(handoff.to_p() for handoff in handoffs))
@@ -33,7 +33,7 @@ def test_sixteen_at_once(fleet: Fleet, reference: Reference) -> None:
 def test_sixteen_at_once_with_late_decoders(fleet: Fleet, reference: Reference) -> None:
     """Half of the registrations come early. The others come while P computes, in another order."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
-    handoffs = [Handoff(new_id(), prompt(150 + 77 * number, seed=31), p, d) for number in range(16)]
+    handoffs = [Handoff(new_id(), prompt(150 + 40 * number, seed=31), p, d) for number in range(16)]
     p.hold()
     d.add(*(handoff.to_d() for handoff in handoffs[::2]))
     p.add(*(handoff.to_p() for handoff in handoffs))

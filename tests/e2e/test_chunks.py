@@ -17,7 +17,7 @@ TOKENS_PER_STEP = 90
 def test_chunks_that_end_inside_a_block(fleet: Fleet, reference: Reference, order: Order) -> None:
     """An unfinished block waits for the chunk that fills it. A chunk may complete no block at all."""
     p, d = fleet.get(engines.P_UNALIGNED, engines.D_LAYER)
-    for length in (89, 90, 91, 95, 96, 97, 179, 180, 181, 182, 191, 192, 193, 270, 271, 500, 900, 901):
+    for length in (89, 90, 91, 96, 97, 180, 181, 192, 193, 270, 901):
         handoff = send(p, d, prompt(length, seed=80), order)
         check(handoff.outcome(), reference)
         check_completed(handoff.push(), length, chunks=math.ceil(length / TOKENS_PER_STEP))

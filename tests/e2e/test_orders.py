@@ -14,6 +14,7 @@ AROUND_BLOCKS = (1, 2, 3, 16, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129,
 AROUND_CHUNKS = (255, 256, 257, 287, 288, 289, 511, 512, 513, 543, 544, 545, 767, 768, 769)
 LONG = (1000, 1023, 1024, 1025, 1500, 1999, 2000, 2048, 2049, 3001)
 LENGTHS = AROUND_BLOCKS + AROUND_CHUNKS + LONG
+BOUNDARIES = (1, 31, 32, 33, 64, 65, 128, 255, 256, 257, 288, 289, 511, 512, 513, 769, 1024, 1025, 2049)
 Pair = tuple[EngineSpec, EngineSpec]
 PAIRS = {"UCX": (engines.P_LAYER, engines.D_LAYER), "LIBFABRIC": (engines.P_FABRIC, engines.D_FABRIC)}
 STREAMS_FOR_SURE = 600  # tokens; shorter prompts may be computed before P has read D's registration
@@ -27,11 +28,14 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     return PAIRS[request.param]
 
 
+@pytest.mark.parametrize("lengths", [BOUNDARIES, pytest.param(LENGTHS, marks=pytest.mark.exhaustive)], ids=len)
 @pytest.mark.parametrize("order", ["early", "late", "together"])
-def test_tokens_and_bytes(fleet: Fleet, reference: Reference, pair: Pair, order: Order) -> None:
-    """47 lengths in each order: the plain engine's tokens, and P's bytes on D."""
+def test_tokens_and_bytes(
+    fleet: Fleet, reference: Reference, pair: Pair, order: Order, lengths: tuple[int, ...]
+) -> None:
+    """The plain engine's tokens, and P's bytes on D."""
     p, d = fleet.get(*pair)
-    for length in LENGTHS:
+    for length in lengths:
         handoff = send(p, d, prompt(length), order)
         check(handoff.outcome(), reference)
         check_completed(handoff.push(), length)

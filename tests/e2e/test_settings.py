@@ -38,9 +38,12 @@ def test_setting(fleet: Fleet, setting: str) -> None:
     check_pushes(p, d, Reference(plain))
 
 
-def test_compiled_prefill(fleet: Fleet, reference: Reference) -> None:
-    """`torch.compile` does not compile attention, so the hook stays."""
-    options = (("enforce_eager", False),)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_compiled_prefill(fleet: Fleet, reference: Reference, backend: str) -> None:
+    """`torch.compile` does not compile attention, so the hook stays. "eager" captures graphs and generates no C++."""
+    options: tuple[tuple[str, Any], ...] = (("enforce_eager", False),)
+    if backend == "eager":
+        options += (("compilation_config", '{"mode": 2, "backend": "eager"}'),)
     p, d = fleet.get(
         EngineSpec("P-compiled", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), options),
         engines.D_LAYER,

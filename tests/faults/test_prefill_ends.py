@@ -178,8 +178,7 @@ def test_p_restarted_while_d_waits(fleet: Fleet, reference: Reference, log: LogV
 @pytest.mark.parametrize("packing", ["auto", engines.for_test_all("gather")])
 def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing) -> None:
     """P freezes with WRITEs on the wire. D sets the blocks aside, goes on without them, and gets them back later."""
-    (p,) = fleet.spawn(engines.with_packing(engines.P, packing))
-    (d,) = fleet.get(engines.D)
+    p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     warm_up(p, d)
     spoil_writes(p, "early", "hold")
     handoff = early(p, d, LENGTH, seed=312)
@@ -204,8 +203,7 @@ def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogVie
 
 def test_p_stopped_before_it_began(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """P freezes with a registration, but without the prompt. P never writes for this registration."""
-    (p,) = fleet.spawn(engines.P)
-    (d,) = fleet.get(engines.D_FAIL)
+    p, d = fleet.get(engines.P, engines.D_FAIL)
     handoff = early(p, d, LENGTH, seed=315)
     blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
     d.poll_until(wirefaults.seen, "got:accepted")
