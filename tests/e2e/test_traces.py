@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -51,7 +52,9 @@ class Recorded:
 
 
 @pytest.fixture(scope="module")
-def recorded(fleet: Fleet) -> Recorded:
+def recorded(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Copies of the files of engines that no earlier test has used. Later tests do not write into them."""
+    fleet.end(*MODES.values(), D)
     *prefills, d = fleet.get(*MODES.values(), D)
     layer = prefills[0]
     waited = Handoff(new_id(), prompt(400, seed=500), layer, d)
@@ -85,7 +88,8 @@ def recorded(fleet: Fleet) -> Recorded:
         host.wait_idle()
     wait_for(lambda: len(lines(found.folders, "push")) == len(lines(found.folders, "load")) == wanted, "every record")
     wait_for(lambda: len(lines(found.folders, "first_token")) == len(found.completed), "every first token")
-    return found
+    copies = tmp_path_factory.mktemp("recorded")
+    return replace(found, folders=[Path(copytree(folder, copies / folder.parent.name)) for folder in found.folders])
 
 
 def test_the_summary_names_the_slowest_request(recorded: Recorded) -> None:
