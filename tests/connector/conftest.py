@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.support.ports import CONNECTOR_PORTS
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "LAYERPUSH_CALM": "1",
+    "UCX_MEM_EVENTS": "n",  # as in tests/e2e/preload.py
     "UCX_NET_DEVICES": "lo",
     "UCX_TLS": "tcp,self",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -40,7 +42,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def world(model: Path) -> Iterator[None]:
     """vLLM's process groups, of one rank. The environment and the main thread's cores are put back."""
-    before, cores = dict(os.environ), os.sched_getaffinity(0)
+    before, cores, entry_points = dict(os.environ), os.sched_getaffinity(0), importlib.metadata.entry_points
+    importlib.metadata.entry_points = entry_points().select  # read once, not for each engine
     os.environ.update(ENVIRONMENT)
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -55,6 +58,7 @@ def world(model: Path) -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
+    importlib.metadata.entry_points = entry_points
     os.environ.clear()
     os.environ.update(before)
     os.sched_setaffinity(0, cores)
