@@ -506,23 +506,33 @@ def test_an_address_of_no_interface_ends_the_start(monkeypatch: pytest.MonkeyPat
 
 def test_a_signal_ends_the_wait_for_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python runs handlers of signals on the main thread, and so does the wait."""
-    port, main, sleep, sleeping = PORTS.take(), threading.get_ident(), time.sleep, threading.Event()
+    port, main, sleep = PORTS.take(), threading.get_ident(), time.sleep
+    sleeping, interrupted = threading.Event(), threading.Event()
 
     def slept(seconds: float) -> None:
         sleeping.set()
         sleep(seconds)
 
     def interrupt() -> None:
+        """A signal that comes right before the sleep begins does not end it. So send more of them."""
         assert sleeping.wait(20)
-        signal.pthread_kill(main, signal.SIGUSR1)
+        while not interrupted.wait(0.02):
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    def on_signal(*_: object) -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(side_channel, "BIND_RETRY_S", 30.0)
     monkeypatch.setattr(time, "sleep", slept)
-    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    before = signal.signal(signal.SIGUSR1, on_signal)
+    thread = threading.Thread(target=interrupt)
     try:
         with socket.create_server(("127.0.0.1", port)):
-            threading.Thread(target=interrupt).start()
+            thread.start()
             with pytest.raises(KeyboardInterrupt):
                 bind("127.0.0.1", port)
+            thread.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
