@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterator
 from copy import copy
 from functools import cache
@@ -18,9 +17,9 @@ from layerpush.prefill import claim_protocol as protocol
 from layerpush.prefill.claim_protocol import IGNORED, TRANSITIONS, Event, State
 from layerpush.prefill.claim_session import Claim
 from tests.unit.claim_world import AGENTS, FIRST, OTHER, SENT, ClaimWorld
+from tests.unit.exploration import Triple, explore
 
 Move = Callable[[ClaimWorld], None]
-Triple = tuple[State, type[Event], State]
 
 WORLDS = {"layerpush": ClaimWorld(), "stock": ClaimWorld(stock=True)}
 """P is not connected to D."""
@@ -87,48 +86,12 @@ def forked(world: ClaimWorld) -> ClaimWorld:
     return dataclasses.replace(world, claim=copy(world.claim), over=[*world.over], heard={*world.heard})
 
 
-@cache
-def explored(name: str) -> tuple[set[Triple], list[ClaimWorld]]:
-    return explore(name)
+def walk(name: str) -> tuple[set[Triple], list[ClaimWorld]]:
+    """The transitions of a claim, and every reachable world."""
+    return explore(WORLDS[name], moves, forked, likeness, lambda world: world.claim)
 
 
-def explore(name: str) -> tuple[set[Triple], list[ClaimWorld]]:
-    """Every reachable world, and the transitions on the way."""
-    taken: set[Triple] = set()
-    first = WORLDS[name]
-    seen, queue, worlds = {likeness(first)}, deque([first]), [first]
-    while queue:
-        world = queue.popleft()
-        for move in moves(world):
-            after = forked(world)
-            with watched(after, taken):
-                move(after)
-            if (like := likeness(after)) not in seen:
-                seen.add(like)
-                queue.append(after)
-                worlds.append(after)
-    return taken, worlds
-
-
-class watched:
-    """With watched(world, taken): notes the transitions of a world's claim."""
-
-    def __init__(self, world: ClaimWorld, taken: set[Triple]) -> None:
-        self._claim, self._taken = world.claim, taken
-
-    def __enter__(self) -> None:
-        handle = self._claim.handle
-
-        def noting(event: Event, now: float) -> list[protocol.Action]:
-            before = self._claim.state
-            actions = handle(event, now)
-            self._taken.add((before, type(event), self._claim.state))
-            return actions
-
-        self._claim.handle = noting  # type: ignore[method-assign]
-
-    def __exit__(self, *_: object) -> None:
-        del self._claim.handle
+explored = cache(walk)
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -295,8 +258,8 @@ def blocks_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def explore_all() -> None:
-    explore("stock")
-    for world in explore("layerpush")[1]:
+    walk("stock")
+    for world in walk("layerpush")[1]:
         is_answered_on_cancel(world)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -14,10 +13,10 @@ from layerpush.prefill import push_protocol
 from layerpush.prefill.push_protocol import IGNORED, TRANSITIONS, Event, State
 from layerpush.prefill.push_session import PushSession
 from tests.unit.clones import clone
+from tests.unit.exploration import Triple, explore
 from tests.unit.push_world import SAMPLED, PushWorld, Shape
 
 Move = Callable[[PushWorld], None]
-Triple = tuple[State, type[Event], State]
 
 SHAPES = {
     "by layer": Shape(8, (0,), (4,), (2,), Policy(max_in_flight=2)),
@@ -128,49 +127,12 @@ def likeness(world: PushWorld) -> str:
     return f"{inner}{ready}{outer}"
 
 
-def explore(shape: Shape) -> tuple[set[Triple], list[PushWorld]]:
-    """Every reachable world, and the transitions on the way."""
-    taken: set[Triple] = set()
-    first = PushWorld(shape)
-    first.plan(4)
-    seen, queue, worlds = {likeness(first)}, deque([first]), [first]
-    while queue:
-        world = queue.popleft()
-        for move in moves(world):
-            after = clone(world)
-            with watched(after, taken):
-                move(after)
-            if (like := likeness(after)) not in seen:
-                seen.add(like)
-                queue.append(after)
-                worlds.append(after)
-    return taken, worlds
-
-
-class watched:
-    """With watched(world, taken): notes the transitions of a world's session."""
-
-    def __init__(self, world: PushWorld, taken: set[Triple]) -> None:
-        self._session, self._taken = world.session, taken
-
-    def __enter__(self) -> None:
-        handle = self._session.handle
-
-        def noting(event: Event, now: float) -> list[push_protocol.Action]:
-            before = self._session.state
-            actions = handle(event, now)
-            self._taken.add((before, type(event), self._session.state))
-            return actions
-
-        self._session.handle = noting  # type: ignore[method-assign]
-
-    def __exit__(self, *_: object) -> None:
-        del self._session.handle
-
-
 @cache
 def explored(name: str) -> tuple[set[Triple], list[PushWorld]]:
-    return explore(SHAPES[name])
+    """The transitions of a push of this shape, and every reachable world."""
+    first = PushWorld(SHAPES[name])
+    first.plan(4)
+    return explore(first, moves, clone, likeness, lambda world: world.session)
 
 
 @pytest.fixture(scope="module")
