@@ -103,7 +103,7 @@ def test_random_events_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytes
     mutant.remove(monkeypatch)
     for seed in range(MUTANT_STORMS):
         try:
-            storm(seed, **mutant.weather)
+            storm(seed, **mutant.fault_rates)
         except AssertionError:
             return
     pytest.fail("nobody noticed")
@@ -130,13 +130,13 @@ def test_a_lease_ends_while_a_registered_prompt_waits(monkeypatch: pytest.Monkey
         full_caches(0, LEASE_S + 5.0, prompts=2, decoders=1)
 
 
-FULL_WEATHER = {"drop": 0.1, "duplicate": 0.3, "reorder": 0.3, "delay": 0.5}
+FULL_FAULT_RATES = {"drop": 0.1, "duplicate": 0.3, "reorder": 0.3, "delay": 0.5}
 
 
 def test_full_caches_end_well_in_a_storm() -> None:
     outcomes: Counter[str] = Counter()
     for seed in range(STORMS // 2):
-        outcomes.update(full_caches(seed, HOME_S, **FULL_WEATHER).outcomes)
+        outcomes.update(full_caches(seed, HOME_S, **FULL_FAULT_RATES).outcomes)
     assert outcomes["unregistered"] > STORMS // 2
     assert outcomes["loaded"] > STORMS // 2
 
@@ -146,4 +146,4 @@ def test_full_caches_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytest.
     mutant.remove(monkeypatch)
     with pytest.raises(AssertionError):  # noqa: PT012
         for seed in range(STORMS):
-            full_caches(seed, HOME_S, **(FULL_WEATHER | mutant.weather))
+            full_caches(seed, HOME_S, **(FULL_FAULT_RATES | mutant.fault_rates))

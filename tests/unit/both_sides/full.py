@@ -14,14 +14,14 @@ ROOM = 6, 6
 STEP_S = 0.1
 
 
-def full_caches(seed: int, limit_s: float, prompts: int = 6, decoders: int = 2, **weather: Any) -> World:
+def full_caches(seed: int, limit_s: float, prompts: int = 6, decoders: int = 2, **fault_rates: Any) -> World:
     """Every prompt goes to P and to one D, each in an order of its own. Returns the world when all have ended.
 
-    P computes in the order of its queue, as vLLM does. ``weather``: rates of faults. Raises ``AssertionError`` after
+    P computes in the order of its queue, as vLLM does. ``fault_rates`` by kind. Raises ``AssertionError`` after
     ``limit_s`` seconds, and for a broken promise.
     """
     draw = random.Random(seed)
-    world = World(Faults.endless(seed, **weather), seed, draw.choice([1, 2]), blocks=ROOM)
+    world = World(Faults.endless(seed, **fault_rates), seed, draw.choice([1, 2]), blocks=ROOM)
     asked = [Prompt(f"r{number}", f"prompt {number}", draw.choice([16, 17, 20])) for number in range(prompts)]
     try:
         prefill, began = world.prefill, world.now

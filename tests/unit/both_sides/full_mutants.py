@@ -17,9 +17,9 @@ from tests.unit.both_sides.mutants import Mutant, Patch
 MUTANTS: list[Mutant] = []
 
 
-def _add(**weather: float) -> Any:
+def _add(**fault_rates: float) -> Any:
     def add(remove: Any) -> Any:
-        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, weather))
+        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, fault_rates))
         return remove
 
     return add

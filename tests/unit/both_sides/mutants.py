@@ -32,19 +32,19 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Mutant:
-    """``weather``: the rates of faults in which the guard matters most."""
+    """``fault_rates`` with which the guard matters most."""
 
     name: str
     remove: Callable[[Patch], None]
-    weather: dict[str, Any]
+    fault_rates: dict[str, Any]
 
 
 MUTANTS: list[Mutant] = []
 
 
-def mutant(**weather: Any) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+def mutant(**fault_rates: Any) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
     def add(remove: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, weather))
+        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, fault_rates))
         return remove
 
     return add

@@ -1,4 +1,4 @@
-"""Worlds driven at random: the same seed gives the same story."""
+"""Worlds driven at random: the same seed gives the same course."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, get_args
 from layerpush.core.config import PushMode
 from layerpush.core.push_policy import Policy
 from tests.support.fake_transport import Faults
+from tests.unit.both_sides.full import ROOM
 from tests.unit.both_sides.moves import MOVES
 from tests.unit.both_sides.process import D_BLOCKS, P_BLOCKS
 from tests.unit.both_sides.rings import Packing
 from tests.unit.both_sides.world import World
 
-WEATHER = {
+FAULT_RATES = {
     "fail_posts": (0.0, 0.0, 0.05),
     "fail_writes": (0.0, 0.0, 0.05),
     "hold_writes": (0.0, 0.3),
@@ -25,26 +26,22 @@ WEATHER = {
 """Rates of faults; a world draws one of each kind."""
 
 
-FULL = 6, 6
-"""Blocks of P and of D with room for one long prompt."""
-
-
-def stormy(seed: int, packing: dict[str, Any] | None = None, *, ordered: bool = True, **weather: Any) -> World:
-    """A world with random faults and packing, except for ``weather`` and ``packing``."""
+def stormy(seed: int, packing: dict[str, Any] | None = None, *, ordered: bool = True, **fault_rates: Any) -> World:
+    """A world with random faults and packing, except for ``fault_rates`` and ``packing``."""
     draw = random.Random(seed)
-    weather = {kind: draw.choice(choices) for kind, choices in WEATHER.items()} | weather
+    fault_rates = {kind: draw.choice(choices) for kind, choices in FAULT_RATES.items()} | fault_rates
     policy = Policy(draw.choices(get_args(PushMode), (4, 3, 2, 1))[0], draw.choice([1, 2, 4]))
     ranks = draw.choice([1, 2])
     packs = Packing.drawn(draw, **packing or {})
-    blocks = draw.choice([*3 * [(P_BLOCKS, D_BLOCKS)], FULL])
-    faults = Faults.endless(seed, **weather)
+    blocks = draw.choice([*3 * [(P_BLOCKS, D_BLOCKS)], ROOM])
+    faults = Faults.endless(seed, **fault_rates)
     return World(faults, seed, 1 if packing else ranks, policy, packs, blocks, ordered=ordered)
 
 
-def storm(seed: int, moves: int = 120, packing: dict[str, Any] | None = None, **weather: Any) -> World:
+def storm(seed: int, moves: int = 120, packing: dict[str, Any] | None = None, **fault_rates: Any) -> World:
     """Drives a world at random, then home. Raises ``AssertionError`` for a broken promise."""
     draw = random.Random(seed)
-    world = stormy(seed, packing, **weather)
+    world = stormy(seed, packing, **fault_rates)
     try:
         for _ in range(moves):
             possible = [move for move in MOVES if move.possible(world)]
