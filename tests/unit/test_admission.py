@@ -164,12 +164,10 @@ def test_the_installed_vllm_has_process_inputs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["load, then import", "import, then load"])
-def test_vllms_plugin_loader_installs_the_check_without_an_import(order: str) -> None:
-    load = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
-    lazy = f"import sys\nassert {FRONT_END!r} not in sys.modules\n"
-    use = f"import {FRONT_END} as front_end\n"
-    code = load + lazy + use if order == "load, then import" else use + load
+def test_vllms_plugin_loader_installs_the_check_without_an_import() -> None:
+    """The other order, import and then load, is that of all engines of tests/e2e."""
+    code = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+    code += f"import sys\nassert {FRONT_END!r} not in sys.modules\nimport {FRONT_END} as front_end\n"
     code += "assert front_end.InputProcessor.process_inputs.patched_by_layerpush == ('request-checks',)\n"
     code += "import inspect; assert 'class InputProcessor' in inspect.getsource(front_end)\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)

@@ -59,12 +59,21 @@ assert (cls.__module__, cls.__qualname__) == ("layerpush.connector", "LayerwiseP
 
 
 @pytest.mark.slow
-def test_a_foreign_class_of_that_name_stops_vllm_with_a_clear_error() -> None:
+def test_an_unknown_patch_and_a_foreign_class_of_that_name_stop_vllm_with_a_clear_error() -> None:
+    """A process of vLLM ends with the error of a plugin's function."""
     done = python(
         """
+import os
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from layerpush import plugin
-from layerpush.core.config import CONNECTOR_NAME
+from layerpush.core.config import CONNECTOR_NAME, ConfigError
+
+os.environ["LAYERPUSH_WITHOUT_PATCHES"] = "other"
+try:
+    plugin.register()
+except ConfigError as error:
+    print(error)
+del os.environ["LAYERPUSH_WITHOUT_PATCHES"]
 
 def try_with(module):
     KVConnectorFactory._registry.pop(CONNECTOR_NAME, None)
@@ -82,6 +91,7 @@ try_with("collections")
     )
     assert done.returncode != 0
     assert "went on" not in done.stdout
+    assert "no patch other; known: request-checks" in done.stdout
     taken = "the name 'LayerwisePushConnector' already belongs to "
     assert f"{taken}a class that cannot be imported (ModuleNotFoundError" in done.stdout
     last = done.stderr.strip().splitlines()[-1]
