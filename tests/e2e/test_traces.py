@@ -162,13 +162,13 @@ def is_chunk_of(one: Fields, push: Fields) -> bool:
     return inside and (one["pid"], one["tid"]) == (push["pid"], push["tid"]) and one["name"].startswith("chunk ")
 
 
-@pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_plot_draws_any_request(recorded: Recorded, tmp_path: Path, ending: str, begins: bytes) -> None:
-    for handoff in (*recorded.by_mode.values(), recorded.dropped):
+def test_plot_draws_any_request(recorded: Recorded, tmp_path: Path) -> None:
+    for number, handoff in enumerate((*recorded.by_mode.values(), recorded.dropped)):
+        ending, begins = [("png", b"\x89PNG"), ("svg", b"<?xml")][number % 2]
         out = tmp_path / f"{handoff.request_id}.{ending}"
         trace("plot", *recorded.folders, "--request", handoff.request_id, "--out", out)
         assert out.read_bytes().startswith(begins)
-    assert recorded.waited.request_id in trace("plot", *recorded.folders, "--out", tmp_path / f"slow.{ending}").stdout
+    assert recorded.waited.request_id in trace("plot", *recorded.folders, "--out", tmp_path / "slow.png").stdout
 
 
 def test_every_rank_of_p_is_in_the_trace(fleet: Fleet, reference: Reference, tmp_path: Path) -> None:
