@@ -144,6 +144,8 @@ def check_patches() -> Result:
         left_out = patches.left_out()
     except ConfigError as error:
         return _fail(str(error), "every vLLM process stops with this message")
+    if not find_spec("vllm"):
+        return _fail("vllm is not installed", EXTRAS)
     sources, lines, missing = VllmSources(), list[str](), list[str]()
     for patch in patches.PATCHES:
         lines.append(f"{patch.name} is {'off' if patch.name in left_out else 'on'}: {patch.reason}")

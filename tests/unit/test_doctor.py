@@ -67,7 +67,7 @@ def test_vllm_without_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     expect(doctor.check_vllm(), OK, "0.32.0", "python -m vllm.entrypoints.openai.api_server")
 
 
-@pytest.mark.parametrize("check", [doctor.check_vllm, doctor.check_nixl])
+@pytest.mark.parametrize("check", [doctor.check_vllm, doctor.check_patches, doctor.check_nixl])
 def test_a_missing_package_fails(check: Callable[[], Result], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     expect(check(), FAIL, "not installed", "pip install")
