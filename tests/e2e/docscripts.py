@@ -12,22 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs/kv-transfer-params.md"
 
 
 def concurrent_example(prefill: Engine, decode: Engine, prompt: str) -> str:
-    return _example("## Concurrent", prefill, decode, prompt)
-
-
-def sequential_example(prefill: Engine, decode: Engine, prompt: str) -> str:
-    return _example("## Sequential", prefill, decode, prompt)
-
-
-def keys_that_p_answers() -> set[str]:
-    """The keys of P's answer in the page's table."""
-    keys = PAGE.read_text().split("## Keys\n")[1].split("\n## ")[0]
-    rows = [line.split("|") for line in keys.splitlines() if line.startswith("| `")]
-    return {key for row in rows if row[3].strip() for key in re.findall(r"`(\w+)`", row[1])}
-
-
-def _example(heading: str, prefill: Engine, decode: Engine, prompt: str) -> str:
-    section = PAGE.read_text().split(f"{heading}\n")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## Concurrent\n")[1].split("\n## ")[0]
     (commands,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
     (pages_prompt,) = re.findall(r'^prompt="(.*)"$', commands, re.MULTILINE)
     for there, here in (
@@ -43,3 +28,10 @@ def _example(heading: str, prefill: Engine, decode: Engine, prompt: str) -> str:
         commands = commands.replace(there, here)
     assert "10.0.0." not in commands
     return str(commands)
+
+
+def keys_that_p_answers() -> set[str]:
+    """The keys of P's answer in the page's table."""
+    keys = PAGE.read_text().split("## Keys\n")[1].split("\n## ")[0]
+    rows = [line.split("|") for line in keys.splitlines() if line.startswith("| `")]
+    return {key for row in rows if row[3].strip() for key in re.findall(r"`(\w+)`", row[1])}

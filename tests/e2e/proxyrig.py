@@ -125,9 +125,8 @@ class Rig:
         return proxy(self.scratch, self.ports.take(), self.prefill, self.decodes, options, module)
 
     def working_decode(self) -> Engine | None:
-        """The D with a request of the proxy."""
-        busy = {each["url"] for each in health(self.url)["engines"] if each["requests"]}
-        return next((engine for engine in self.decodes if engine.url in busy), None)
+        """The D with a request."""
+        return next((engine for engine in self.decodes if has_a_request(engine.url)), None)
 
     def restart_prefill(self, engine_id: str) -> None:
         """Start another process at P's address, under another engine id. Does not wait until it is ready."""
@@ -211,7 +210,7 @@ def proxy(
     module: str = PROXY,
 ) -> Iterator[ProxyProcess]:
     """Runs `layerpush proxy`; it is ready when the block begins."""
-    arguments = ["--port", str(port), "--prefill", prefill.url, "--health-check-interval-secs", "0.5"]
+    arguments = ["--port", str(port), "--prefill", prefill.url]
     for decode in decodes:
         arguments += ["--decode", decode.url]
     log_path = scratch / f"proxy-{port}.log"
@@ -274,11 +273,6 @@ def model_with_tokenizer(directory: Path) -> Path:
 def health(url: str) -> dict[str, Any]:
     """The state that a proxy reports."""
     return dict(json.loads(get(f"{url}/health")[1]))
-
-
-def dispatch_of_prefill(rig: Rig) -> str:
-    """The dispatch of P in the proxy's ``/health``."""
-    return next((each["dispatch"] for each in health(rig.url)["engines"] if each["role"] == "prefill"), "")
 
 
 def push_of(trace_dir: Path, request_id: str) -> PushRecord:

@@ -20,7 +20,7 @@ import yaml
 from bench.servers.load import RequestFailedError, complete, make_prompt
 from bench.servers.ports import PortAllocator
 from layerpush.apps.files.command import RULE, text_of
-from layerpush.apps.proxy.identity import Identity
+from layerpush.core.prefill_identity import PrefillIdentity
 from scripts.docgen import dashboard
 from tests.e2e.proxyrig import MODEL, SHAPE, get, until
 from tests.e2e.servedrig import Served, served
@@ -162,7 +162,7 @@ def test_every_panel_has_data(scraped: Scraped, namespace: str) -> None:
 def test_an_alert_fires_and_names_the_engine(scraped: Scraped) -> None:
     """The last test: P dies while D waits for it."""
     engines = scraped.engines
-    prefill = Identity(engines.prefill.name, "127.0.0.1", engines.prefill.side_channel_port, tp_size=1)
+    prefill = PrefillIdentity(engines.prefill.name, "127.0.0.1", engines.prefill.side_channel_port, tp_size=1)
 
     async def ask() -> None:
         async with aiohttp.ClientSession() as session:

@@ -12,18 +12,18 @@ import signal
 import subprocess
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
-from bench.servers.engines import Engine
-from layerpush.apps.proxy.identity import TO_PREFILL, Identity
 from layerpush.apps.tracing.figures import read_pushes
+from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity
 from layerpush.telemetry.metrics.catalog import FIRST_TOKENS
-from tests.e2e.docscripts import concurrent_example, keys_that_p_answers, sequential_example
+from tests.e2e.docscripts import concurrent_example, keys_that_p_answers
 from tests.e2e.proxyrig import (
     DEADLINE_S,
     HALVES,
@@ -32,8 +32,6 @@ from tests.e2e.proxyrig import (
     Rig,
     ask_and_leave,
     client_of,
-    dispatch_of_prefill,
-    get,
     has_a_request,
     health,
     id_of,
@@ -48,7 +46,6 @@ from tests.e2e.servedrig import scrape
 
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 TOKENS = 1500
-NOBODY_YET = "no decode engine had registered when prefill finished"
 LONG = 3000
 patient = pytest.mark.timeout(900)
 
@@ -120,7 +117,7 @@ def test_several_answers_and_several_prompts(servers: Rig) -> None:
     assert len(answer.choices) == 2
     one, other = words(300, seed=5), words(400, seed=6)
     right = {prompt: expected(servers, prompt) for prompt in (one, other)}
-    for prompts in ([one, other], [one, one], [other, one, one]):
+    for prompts in ([one, one], [other, one, one]):
         answer = servers.client.completions.create(prompt=prompts, **GREEDY)
         assert [choice.text for choice in answer.choices] == [right[prompt] for prompt in prompts]
     servers.await_idle()
@@ -128,7 +125,7 @@ def test_several_answers_and_several_prompts(servers: Rig) -> None:
 
 @patient
 def test_many_at_once(servers: Rig) -> None:
-    texts = [words(200 + 20 * index, seed=20 + index) for index in range(8)]
+    texts = [words(200 + 20 * index, seed=20 + index) for index in range(4)]
     with ThreadPoolExecutor(len(texts)) as pool:
         answers = list(pool.map(lambda text: servers.client.completions.create(prompt=text, **GREEDY), texts))
     assert [answer.choices[0].text for answer in answers] == [expected(servers, text) for text in texts]
@@ -137,8 +134,9 @@ def test_many_at_once(servers: Rig) -> None:
 
 @pytest.fixture(scope="module")
 def starts_on_p(servers: Rig) -> Iterator[ProxyProcess]:
-    """A proxy whose only D starts its answers with P's token."""
+    """A proxy whose only D starts its answers with P's token. It knows P."""
     with proxy(servers.scratch, servers.ports.take(), servers.prefill, servers.decodes[1:]) as served:
+        served.client.completions.create(prompt="w5 w6", **GREEDY)
         yield served
 
 
@@ -181,10 +179,10 @@ def test_answers_that_start_with_p_s_token(servers: Rig, starts_on_p: ProxyProce
 
 
 @patient
-def test_p_s_token_does_not_change_the_number_of_cached_tokens(servers: Rig) -> None:
-    cached = []
-    for decode in servers.decodes:
-        with proxy(servers.scratch, servers.ports.take(), servers.prefill, [decode]) as served:
+def test_p_s_token_does_not_change_the_number_of_cached_tokens(servers: Rig, starts_on_p: ProxyProcess) -> None:
+    with proxy(servers.scratch, servers.ports.take(), servers.prefill, servers.decodes[:1]) as starts_on_d:
+        cached = []
+        for served in (starts_on_d, starts_on_p):
             usage = served.client.completions.create(prompt=words(300, seed=210), **GREEDY).usage
             assert usage is not None
             assert usage.prompt_tokens_details is not None
@@ -218,15 +216,15 @@ def test_stop_strings_in_and_after_p_s_token(servers: Rig, starts_on_p: ProxyPro
 
 
 @patient
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_letter_split_between_p_s_token_and_the_next(servers: Rig, starts_on_p: ProxyProcess, stream: bool) -> None:
+def test_a_letter_split_between_p_s_token_and_the_next(servers: Rig, starts_on_p: ProxyProcess) -> None:
     changes = GREEDY | {"extra_body": {"ignore_eos": True, "allowed_token_ids": list(HALVES)}}
     prompts = (words(100, seed=220 + seed) for seed in range(40))
-    text = next(text for text in prompts if expected(servers, text, **changes).startswith("é"))
-    with first_tokens(servers, prefill=1):
-        answer = starts_on_p.client.completions.create(prompt=text, stream=stream, **changes)
-        events = list(answer) if isinstance(answer, openai.Stream) else [answer]
-    assert "".join(event.choices[0].text for event in events) == expected(servers, text, **changes)
+    answers = ((text, expected(servers, text, **changes)) for text in prompts)
+    text, right = next((text, answer) for text, answer in answers if answer.startswith("é"))
+    with first_tokens(servers, prefill=2):
+        whole = starts_on_p.client.completions.create(prompt=text, **changes)
+        events = list(starts_on_p.client.completions.create(prompt=text, stream=True, **changes))
+    assert whole.choices[0].text == "".join(event.choices[0].text for event in events) == right
 
 
 @patient
@@ -301,37 +299,16 @@ def test_a_disconnect_stops_both_engines(servers: Rig, tokens: int) -> None:
 
 
 @patient
-def test_a_proxy_finishes_its_stream_after_sigterm(servers: Rig) -> None:
-    text = words(300, seed=62)
-    with servers.proxy() as proxy:
-        stream = proxy.client.completions.create(prompt=text, stream=True, **GREEDY | {"max_tokens": 100})
-        events = [next(stream)]
-        proxy.process.send_signal(signal.SIGTERM)
-        until(lambda: b"draining: 1 requests under way" in proxy.log.read_bytes(), "it says that it drains")
-        until(lambda: get(f"{proxy.url}/health")[0] == 0, "it takes no more connections")
-        events += stream
-        assert proxy.process.wait(DEADLINE_S) == 0
-    assert "".join(event.choices[0].text for event in events) == expected(servers, text, max_tokens=100)
-    assert events[-1].choices[0].finish_reason == "length"
-
-
-@patient
-@pytest.mark.parametrize("example", [concurrent_example, sequential_example])
-def test_the_examples_of_the_contract(servers: Rig, example: Callable[[Engine, Engine, str], str]) -> None:
+def test_the_concurrent_example_of_the_contract(servers: Rig) -> None:
     """The commands of docs/kv-transfer-params.md with a long prompt. test_docs_commands.py runs them as they are."""
     prompt = words(TOKENS, seed=63)
-    commands = example(servers.prefill, servers.decodes[0], prompt)
+    commands = concurrent_example(servers.prefill, servers.decodes[0], prompt)
     done = subprocess.run(["bash", "-euc", commands], capture_output=True, text=True, check=True, timeout=DEADLINE_S)
     answer = json.loads(done.stdout)
     right = servers.expected.completions.create(model=MODEL, prompt=prompt, max_tokens=64, temperature=0)
     assert answer["choices"][0]["text"] == right.choices[0].text
     push = push_of(servers.trace_dir, id_of(answer["id"]))
-    assert push.outcome == "completed"
-    if example is sequential_example:
-        assert push.fallback == NOBODY_YET
-    else:
-        assert push.mode == "auto"
-    servers.await_idle()
+    assert (push.mode, push.fallback, push.outcome) == ("auto", None, "completed")
 
 
 @patient
@@ -345,7 +322,7 @@ def test_ps_answer_has_the_keys_of_the_contract(servers: Rig) -> None:
     assert isinstance(params, dict)
     assert params.keys() == keys_that_p_answers()
     assert params["remote_request_id"].startswith(f"cmpl-{request_id}-0-")
-    assert Identity.from_params(params) == Identity(
+    assert PrefillIdentity.from_params(params) == PrefillIdentity(
         servers.prefill.name, "127.0.0.1", servers.prefill.side_channel_port, 1
     )
     assert (params["do_remote_prefill"], params["do_remote_decode"], params["transfer_mode"]) == (True, False, "push")
@@ -358,7 +335,7 @@ def test_ps_answer_has_the_keys_of_the_contract(servers: Rig) -> None:
 
 def at_once(servers: Rig, text: str, p_id: str, d_id: str, within_s: float = DEADLINE_S, **changes: Any) -> str:
     """D's answer to a concurrent dispatch under these ids."""
-    identity = Identity(servers.prefill.name, "127.0.0.1", servers.prefill.side_channel_port, 1)
+    identity = PrefillIdentity(servers.prefill.name, "127.0.0.1", servers.prefill.side_channel_port, 1)
     to_d = {"ignore_eos": True, "kv_transfer_params": identity.to_decode(f"cmpl-{p_id}-0") | changes}
     to_p = {"ignore_eos": True, "kv_transfer_params": TO_PREFILL}
     prefill, decode = (client_of(engine.url).completions for engine in (servers.prefill, servers.decodes[0]))
@@ -400,7 +377,7 @@ def test_legs_with_two_ids_match_by_remote_request_id_only(servers: Rig) -> None
     assert at_once(servers, text, p_id, d_id) == expected(servers, text)
     p_id, d_id = str(uuid.uuid4()), str(uuid.uuid4())
     with pytest.raises(openai.APITimeoutError):
-        at_once(servers, text, p_id, d_id, within_s=5, remote_request_id=f"cmpl-{d_id}-0")
+        at_once(servers, text, p_id, d_id, within_s=2, remote_request_id=f"cmpl-{d_id}-0")
     servers.await_idle()
 
 
@@ -413,28 +390,14 @@ def test_a_dead_prefill_engine_fails_its_requests(servers: Rig) -> None:
         servers.prefill.signal(signal.SIGKILL)
         with pytest.raises(openai.InternalServerError, match="the prefill engine "):
             asking.result(DEADLINE_S)
-    with pytest.raises(openai.InternalServerError, match=r"no healthy prefill engine|cannot be connected"):
+    with pytest.raises(openai.InternalServerError, match="the prefill engine cannot be connected to"):
         servers.client.completions.create(prompt="w5 w6", **GREEDY)
     servers.restart_prefill("prefill-again")
 
 
 @patient
-@pytest.mark.parametrize(
-    "alone", [{"prompt_logprobs": 1}, {"use_beam_search": True}, {"echo": True}, {"truncate_prompt_tokens": -1}]
-)
-def test_requests_for_d_alone_need_no_p(servers: Rig, alone: dict[str, Any]) -> None:
-    arguments = GREEDY | {"extra_body": alone, "logprobs": 1 if "echo" in alone else None}
-    if "use_beam_search" in alone:
-        arguments["n"] = 2
-    text = words(100, seed=7)
-    right = servers.expected.completions.create(prompt=text, **arguments).choices[0].text
-    assert servers.client.completions.create(prompt=text, **arguments).choices[0].text == right
-
-
-@patient
 def test_a_restarted_prefill_engine_with_another_name_is_used(servers: Rig) -> None:
-    until(lambda: get(f"{servers.url}/health")[0] == 200, "P is back", 300)
-    assert dispatch_of_prefill(servers) == "concurrent"
+    until(servers.prefill.is_ready, "P is back", 300)
     servers.introduce()
     text = words(TOKENS, seed=71)
     answer = servers.client.completions.create(prompt=text, **GREEDY)
@@ -475,10 +438,9 @@ def test_the_death_of_a_decode_engine_in_mid_answer_is_an_error(servers: Rig) ->
     assert said  # of any length: an event has all tokens since the event before
     assert right.startswith(said) or said.startswith(right)
     victim.signal(signal.SIGKILL)
-    with pytest.raises(openai.APIError, match="the decode engine broke the connection"):
+    with pytest.raises((openai.APIConnectionError, httpx.RemoteProtocolError)):
         read_on()
     servers.decodes.remove(victim)
     servers.await_idle()
-    with pytest.raises(openai.InternalServerError, match=r"no healthy decode engine|cannot be connected"):
+    with pytest.raises(openai.InternalServerError, match="the decode engine cannot be connected to"):
         servers.client.completions.create(prompt="w5 w6", **GREEDY)
-    assert get(f"{servers.url}/health")[0] == 503

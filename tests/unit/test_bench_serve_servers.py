@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.server
-import json
 import os
 import threading
 import time
@@ -29,7 +28,7 @@ from bench.serve.scrape import (
     Tally,
     thread_cpu_s,
 )
-from bench.serve.site import SiteError, check_dispatch, given
+from bench.serve.site import given
 from bench.servers.engines import Place
 from layerpush.engine.worker.thread_name import name_this_thread
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
@@ -196,20 +195,6 @@ def served(body: Callable[[], str]) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-def test_a_proxy_with_the_wrong_dispatch_is_refused() -> None:
-    def health(dispatch: str) -> Callable[[], str]:
-        return lambda: json.dumps({"engines": [{"role": "prefill", "dispatch": dispatch}, {"role": "decode"}]})
-
-    with served(health("concurrent")) as url:
-        check_dispatch("layer", url)
-        with pytest.raises(SiteError, match="pull: the proxy asks P and D in concurrent dispatch, not sequential"):
-            check_dispatch("pull", url, patience_s=0)
-    with served(health("sequential")) as url:
-        check_dispatch("pull", url)
-        with pytest.raises(SiteError, match="sequential dispatch, not concurrent"):
-            check_dispatch("push", url, patience_s=0)
 
 
 def metrics(total: float, count: int) -> str:

@@ -11,30 +11,14 @@ import msgspec
 
 from layerpush.apps.proxy.body import RequestBody
 from layerpush.apps.proxy.engines import Engine
-from layerpush.apps.proxy.identity import TO_PREFILL
 from layerpush.apps.proxy.introduction import Introductions, transfer_params
 from layerpush.apps.proxy.legs import Engines, LegFailedError, Stream, Whole
-
-
-class AttemptFailedError(Exception):
-    """An attempt failed, and the client has got nothing of it: another attempt is possible.
-
-    Its cause has no traceback: the frames in it hold the request's body, and the tasks that hold the cause.
-    ``avoid``: engines that must not be asked again. ``spare``: engines to ask only if there are no others.
-    """
-
-    def __init__(self, cause: LegFailedError, avoid: frozenset[Engine], spare: frozenset[Engine] = frozenset()) -> None:
-        super().__init__(str(cause))
-        self.cause = cause.with_traceback(None)
-        self.cause.__context__ = None
-        forgiven = {cause.engine} if cause.is_gone or cause.is_broken else set()
-        self.avoid = avoid - forgiven
-        self.spare = spare | forgiven
+from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity
 
 
 @dataclass
 class Answer:
-    """The client's answer. ``prefill`` is P's leg if it may still run: await it, or cancel it."""
+    """The client's answer. ``prefill`` is P's leg if it may still run: ``end`` it."""
 
     content: Whole | Stream
     prefill: asyncio.Task[Whole] | None = None
@@ -55,49 +39,50 @@ class Attempt:
     decode: Engine
 
     async def send(self) -> Answer:
-        """Send it, and wait for D's first token. Raises ``AttemptFailedError``. Cancellation ends both legs."""
+        """Send it, and wait for D's first token. Cancellation ends both legs.
+
+        Raises ``LegFailedError``: the client has got nothing yet, and another attempt is possible.
+        """
         request_id = str(uuid.uuid4())
         if self.prefill is None:
-            return await self._decoded(request_id, None)
+            return Answer(await self._ask_d(request_id, None))
         if self.prefill.identity is None:
+            await self.introductions.introduce(self.prefill, self.decode, self.body, self.headers)
+        identity = self.prefill.identity
+        if identity is None:
             return await self._sequentially(self.prefill, request_id)
-        params = self.prefill.identity.to_decode(self.body.remote_request_id(request_id))
+        params = identity.to_decode(self.body.remote_request_id(request_id))
         prefill = asyncio.create_task(self._ask_p(self.prefill, request_id))
         decode = asyncio.create_task(self._ask_d(request_id, params))
         try:
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
             if not decode.done():
-                refusal = self._check_p(self.prefill, prefill)
+                refusal = self._check_p(self.prefill, identity, prefill.result())
                 if refusal is not None:
-                    await _end(decode)
+                    await end(decode)
                     return Answer(refusal)
                 await asyncio.wait((decode,))
             return Answer(self._answer_of_d(self.prefill, prefill, decode), prefill)
         except BaseException:  # also if the client has left: end both legs
-            await _end(prefill, decode)
+            await end(prefill, decode)
             raise
 
-    def _check_p(self, engine: Engine, leg: asyncio.Task[Whole]) -> Whole | None:
+    def _check_p(self, engine: Engine, assumed: PrefillIdentity, answer: Whole) -> Whole | None:
         """Check P's answer while D waits. Returns a refusal for the client, or None to wait for D's answer."""
-        try:
-            answer = leg.result()
-        except LegFailedError as failure:
-            raise AttemptFailedError(failure, frozenset({engine})) from failure
         if answer.status != 200:
             return answer
-        assumed = engine.identity
         self._learn(engine, answer)
         if engine.identity != assumed:
-            changed = LegFailedError(engine, "has restarted", detail=f"it is no longer {assumed}")
-            raise AttemptFailedError(changed, frozenset())
+            raise LegFailedError(
+                engine, "has restarted", detail=f"it is no longer {assumed}", is_lost=True, suspects=()
+            )
         return None
 
     def _learn(self, engine: Engine, answer: Whole) -> msgspec.Raw:
         params = transfer_params(answer.body)
         self.introductions.learn(engine, params)
         if params is None:
-            message = "answered without kv_transfer_params: it has no KV connector that pushes"
-            raise AttemptFailedError(LegFailedError(engine, message), frozenset({engine}))
+            raise LegFailedError(engine, "answered without kv_transfer_params: it has no KV connector that pushes")
         return params
 
     def _answer_of_d(
@@ -108,24 +93,15 @@ class Attempt:
             return decode.result()
         except LegFailedError as failure:
             is_pushed = prefill.done() and not prefill.cancelled() and prefill.exception() is None
-            if is_pushed or failure.is_gone or failure.is_broken:
-                raise AttemptFailedError(failure, frozenset({self.decode})) from failure
-            raise AttemptFailedError(failure, frozenset(), frozenset({engine, self.decode})) from failure
+            if not (is_pushed or failure.is_lost):
+                failure.suspects = (engine, self.decode)
+            raise
 
     async def _sequentially(self, engine: Engine, request_id: str) -> Answer:
-        try:
-            prefilled = await self._ask_p(engine, request_id)
-        except LegFailedError as failure:
-            raise AttemptFailedError(failure, frozenset({engine})) from failure
+        prefilled = await self._ask_p(engine, request_id)
         if prefilled.status != 200:
             return Answer(prefilled)
-        return await self._decoded(request_id, self._learn(engine, prefilled))
-
-    async def _decoded(self, request_id: str, params: msgspec.Raw | None) -> Answer:
-        try:
-            return Answer(await self._ask_d(request_id, params))
-        except LegFailedError as failure:
-            raise AttemptFailedError(failure, frozenset({self.decode})) from failure
+        return Answer(await self._ask_d(request_id, self._learn(engine, prefilled)))
 
     async def _ask_p(self, engine: Engine, request_id: str) -> Whole:
         headers = {**self.headers, "X-Request-Id": request_id}
@@ -138,7 +114,7 @@ class Attempt:
         return await self.engines.decode(self.decode, body.path, body.to_decode(params), headers, streams=body.streams)
 
 
-async def _end(*legs: asyncio.Task[Whole] | asyncio.Task[Whole | Stream]) -> None:
+async def end(*legs: asyncio.Task[Whole] | asyncio.Task[Whole | Stream]) -> None:
     """Cancel the legs, and close their streams."""
     for leg in legs:
         leg.cancel()

@@ -6,13 +6,12 @@ Only the top level is parsed: a prompt of any length passes through as the clien
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
 
 import msgspec
 
-from layerpush.apps.proxy.identity import remote_request_id
+from layerpush.core.prefill_identity import remote_request_id
 
-Endpoint: TypeAlias = Literal["completions", "chat/completions"]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 MAX_KEYS = 1024
 """The most keys of a JSON object: a million would stop all other requests for seconds."""
@@ -32,12 +31,11 @@ _NOT_FOR_PREFILL = (
 )
 _ONE = msgspec.Raw(b"1")
 _EMPTY = (b"null", b"false", b"0")
-_NO = (b"", b"0", b"0.0", b"f", b"false", b"n", b"no", b"off")
 _ENCODER = msgspec.json.Encoder()
 
 
-class BodyError(ValueError):
-    """The body is not a JSON object. The message says why."""
+class BodyError(Exception):  # msgspec would wrap a ValueError
+    """The body is no usable JSON object. The message says why."""
 
 
 class _Key(str):
@@ -46,55 +44,42 @@ class _Key(str):
     __slots__ = ()
 
 
-class _Objects:
-    """Parses the top level of JSON objects, and stops at too many keys. Used by the event loop's thread only."""
+def _top_level(raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    """The members of a JSON object. Stops at too many keys.
 
-    def __init__(self) -> None:
-        self._keys = 0
-        self._decoder = msgspec.json.Decoder(dict[_Key, msgspec.Raw], dec_hook=self._key)
+    Raises ``BodyError`` at that limit, else ``msgspec.DecodeError``, ``UnicodeDecodeError`` or ``RecursionError``.
+    """
+    keys = 0
 
-    def decode(self, raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-        """Raises ``BodyError`` at the limit, or ``msgspec.DecodeError``, ``UnicodeDecodeError``, ``RecursionError``."""
-        self._keys = 0
-        try:
-            return {str(key): value for key, value in self._decoder.decode(raw).items()}
-        except msgspec.ValidationError:
-            if self._keys > MAX_KEYS:
-                raise BodyError(f"an object of the body has more than {MAX_KEYS} keys") from None
-            raise
+    def key(kind: type[_Key], text: str) -> _Key:
+        nonlocal keys
+        keys += 1
+        if keys > MAX_KEYS:
+            raise BodyError(f"an object of the body has more than {MAX_KEYS} keys")
+        return kind(text)
 
-    def _key(self, kind: type[_Key], key: str) -> _Key:
-        self._keys += 1
-        if self._keys > MAX_KEYS:
-            raise ValueError
-        return kind(key)
-
-
-_OBJECTS = _Objects()
+    members = msgspec.json.decode(raw, type=dict[_Key, msgspec.Raw], dec_hook=key)
+    return {str(name): value for name, value in members.items()}
 
 
 class RequestBody:
     """The body of a completion or chat completion, without the keys that only a router may set."""
 
-    def __init__(self, endpoint: Endpoint, raw: bytes) -> None:
-        """Raises ``BodyError``."""
+    def __init__(self, path: str, raw: bytes) -> None:
+        """``path``: ``COMPLETIONS`` or ``CHAT``. Raises ``BodyError``."""
         try:
-            self._fields = _OBJECTS.decode(raw)
+            self._fields = _top_level(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BodyError(f"the body must be a JSON object: {error}") from None
-        self.endpoint: Endpoint = endpoint
+        self.path = path
         for key in _NOT_FOR_ENGINES:
             self._fields.pop(key, None)
         self._clean_extra()
 
     @property
-    def path(self) -> str:
-        return f"/v1/{self.endpoint}"
-
-    @property
     def streams(self) -> bool:
-        """Whether the client wants server-sent events. It reads the value as leniently as the engines do."""
-        return self._is_set("stream") and self._bytes("stream").strip(b'"').lower() not in _NO
+        """Whether the client seems to want server-sent events."""
+        return self._is_set("stream")
 
     @property
     def is_for_d_alone(self) -> bool:
@@ -107,15 +92,20 @@ class RequestBody:
             or self._bytes("truncate_prompt_tokens").strip(b'"').startswith(b"-")
         )
 
+    def probe(self) -> RequestBody:
+        """The body of a short prompt to the same model, for one token."""
+        model = {"model": self._fields["model"]} if "model" in self._fields else {}
+        return RequestBody(COMPLETIONS, _ENCODER.encode({**model, "prompt": [1, 1, 1, 1], "max_tokens": 1}))
+
     def remote_request_id(self, request_id: str) -> str:
         """vLLM's id of the request if it is sent with this X-Request-Id."""
-        return remote_request_id(request_id, is_chat=self.endpoint == "chat/completions")
+        return remote_request_id(request_id, is_chat=self.path == CHAT)
 
     def to_prefill(self, params: Mapping[str, object]) -> bytes:
         """P's body: the same prompt and sampling, and an answer of one token, which the proxy drops."""
         fields: dict[str, object] = {key: raw for key, raw in self._fields.items() if key not in _NOT_FOR_PREFILL}
         fields["max_tokens"] = _ONE
-        if self.endpoint == "chat/completions":
+        if self.path == CHAT:
             fields["max_completion_tokens"] = _ONE
         return _ENCODER.encode({**fields, "kv_transfer_params": params})
 
@@ -126,13 +116,13 @@ class RequestBody:
         return _ENCODER.encode({**self._fields, "kv_transfer_params": params})
 
     def free(self) -> None:
-        """Forget the client's bytes. Only ``endpoint`` and the properties that were read before stay valid."""
+        """Forget the client's bytes. Only ``path`` stays valid."""
         self._fields.clear()
 
     def _clean_extra(self) -> None:
         """Remove transfer parameters from `vllm_xargs`: vLLM also reads them there, if a request has no others."""
         try:
-            extra = _OBJECTS.decode(self._fields.get(_EXTRA, b"{}"))
+            extra = _top_level(self._fields.get(_EXTRA, b"{}"))
         except msgspec.DecodeError:
             return  # the engines report the error
         except UnicodeDecodeError as error:  # an engine's parser may read it differently

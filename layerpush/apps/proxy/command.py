@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from typing import Any, get_type_hints
 
 import typer
@@ -20,8 +19,8 @@ def proxy(**options: Any) -> None:
 
     Example:  layerpush proxy --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000 --port 8000
 
-    The proxy asks each P for its engine id and side channel, at the start and whenever P comes back. If P does not
-    give them, the proxy logs the reason and asks D only after P has answered.
+    Before the first request to a P, the proxy asks it for its engine id and side channel. If P does not give them, the
+    proxy logs the reason and asks D only after P has answered.
 
     It serves /v1/completions, /v1/chat/completions, /v1/models and /health. If P fails, D's request ends at once. If
     an engine fails before the first token, the proxy sends the request to other engines. After SIGTERM it accepts no
@@ -39,15 +38,5 @@ def proxy(**options: Any) -> None:
         raise typer.Exit(1)
 
 
-def _declare_options() -> None:
-    """Give the command one option for each field of ``Settings``: ``drain_timeout_s`` is ``--drain-timeout-secs``."""
-    proxy.__annotations__ = get_type_hints(Settings, include_extras=True)
-    parameters = inspect.signature(Settings).parameters.values()
-    for each in parameters:
-        (option,) = proxy.__annotations__[each.name].__metadata__
-        option.param_decls = ("--" + re.sub("_s$", "_secs", each.name).replace("_", "-"),)
-    signature = inspect.Signature([each.replace(annotation=proxy.__annotations__[each.name]) for each in parameters])
-    proxy.__signature__ = signature  # type: ignore[attr-defined]  # typer and the page's table read it
-
-
-_declare_options()
+proxy.__annotations__ = get_type_hints(Settings, include_extras=True)
+proxy.__signature__ = inspect.signature(Settings, eval_str=True)  # type: ignore[attr-defined]  # typer reads both

@@ -1,35 +1,30 @@
-"""Learns the identities of prefill engines, from a probe and from every answer."""
+"""Learns the identities of prefill engines: from a question before the first request, and from every answer."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import uuid
-from urllib.parse import urlsplit
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 import msgspec
 
 from layerpush.apps.proxy.body import RequestBody
-from layerpush.apps.proxy.engines import Engine, Fleet
-from layerpush.apps.proxy.errors import error_message
-from layerpush.apps.proxy.identity import LOOPBACK, TO_PREFILL, Identity, IdentityError
+from layerpush.apps.proxy.engines import Engine
+from layerpush.apps.proxy.errors import shortened
 from layerpush.apps.proxy.legs import Engines, LegFailedError
+from layerpush.core.prefill_identity import TO_PREFILL, IdentityError, PrefillIdentity
 
 logger = logging.getLogger("layerpush.proxy")
 
-PROBE_PROMPT = [1, 1, 1, 1]
+IDENTITY_S = 5.0
+"""So long requests to an engine wait for its identity. A busy one answers later."""
 
 
 class _Answer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 def transfer_params(answer: bytes) -> msgspec.Raw | None:
@@ -44,47 +39,50 @@ def transfer_params(answer: bytes) -> msgspec.Raw | None:
 class Introductions:
     """Keeps the engines' identities correct. Logs when one is learned, changes, or cannot be learned."""
 
-    def __init__(self, fleet: Fleet, engines: Engines) -> None:
-        self._fleet = fleet
+    def __init__(self, engines: Engines) -> None:
         self._engines = engines
+        self._questions: WeakKeyDictionary[Engine, asyncio.Task[None]] = WeakKeyDictionary()
         self._last_warning: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
 
-    async def probe(self, engine: Engine) -> None:
-        """Ask a prefill engine for one token, and learn its identity from the answer. Raises nothing.
+    async def introduce(self, engine: Engine, decode: Engine, body: RequestBody, headers: Mapping[str, str]) -> None:
+        """Ask a prefill engine for its identity, unless it has been asked, and wait for the answer for a while.
 
-        A D gets what P has computed. Without that, P would keep it until its lease ends, and count a failed push.
+        The question has the request's model and its headers. ``decode`` gets the blocks that P computes for it.
         """
-        engine.is_asked = True
+        now = asyncio.get_running_loop().time()
+        if engine.asked_at is None:
+            engine.asked_at = now
+            own = {**headers, "X-Request-Id": f"probe-{uuid.uuid4()}"}
+            self._questions[engine] = asyncio.create_task(self._ask(engine, decode, body.probe(), own))
+        question = self._questions[engine]
+        await asyncio.wait((question,), timeout=max(0.0, engine.asked_at + IDENTITY_S - now))
+
+    async def close(self) -> None:
+        """End all questions."""
+        for question in (questions := list(self._questions.values())):
+            question.cancel()
+        await asyncio.gather(*questions, return_exceptions=True)
+
+    async def _ask(self, engine: Engine, decode: Engine, probe: RequestBody, headers: Mapping[str, str]) -> None:
+        """Without a D that takes its blocks, P would keep them until their lease ends, and count a failed push."""
         try:
-            models = await self._engines.get(engine, "/v1/models", self._engines.settings.first_token_timeout_s)
-            model = msgspec.json.decode(models.body, type=_Models).data[0].id
-            question = {"model": model, "prompt": PROBE_PROMPT, "temperature": 0, "max_tokens": 1}
-            body = RequestBody("completions", msgspec.json.encode(question))
-            headers = {**self._engines.own_headers, "X-Request-Id": f"probe-{uuid.uuid4()}"}
-            answer = await self._engines.ask(engine, body.path, body.to_prefill(TO_PREFILL), headers)
+            answer = await self._engines.ask(engine, probe.path, probe.to_prefill(TO_PREFILL), headers)
+            if answer.status != 200:
+                raise LegFailedError(engine, f"answered {answer.status}", detail=shortened(answer.body))
         except LegFailedError as failure:
-            engine.is_asked = False  # the next check asks again
+            engine.asked_at = None  # the next request asks again
             self._use_sequential(engine, str(failure))
-            return
-        except (msgspec.DecodeError, IndexError):
-            self._use_sequential(engine, f"{engine} names no model at /v1/models")
-            return
-        if answer.status != 200:
-            self._use_sequential(engine, f"{engine} answered {answer.status}: {error_message(answer.body)}")
             return
         params = transfer_params(answer.body)
         self.learn(engine, params)
-        decodes = self._fleet.healthy("decode")
-        if params is not None and decodes:
-            try:
-                await self._engines.ask(decodes[0], body.path, body.to_decode(params), headers)
-            except LegFailedError as failure:
-                logger.debug("the first push to %s: %s", decodes[0], failure)
+        if params is not None:
+            with contextlib.suppress(LegFailedError):
+                await self._engines.ask(decode, probe.path, probe.to_decode(params), headers)
 
     def learn(self, engine: Engine, params: msgspec.Raw | None) -> None:
         """Update ``engine.identity`` from P's own parameters. Afterwards it is correct, or None."""
         try:
-            identity = Identity.from_params(None if params is None else msgspec.json.decode(params))
+            identity = PrefillIdentity.from_params(None if params is None else msgspec.json.decode(params))
         except IdentityError as error:
             self._use_sequential(engine, f"{engine}: {error}")
             return
@@ -103,13 +101,6 @@ class Introductions:
         engine.former.add(identity)
         self._last_warning.pop(engine, None)
         logger.info("%s is %s: P and D are asked at the same time", engine, identity)
-        if identity.host.startswith(LOOPBACK) and not (urlsplit(engine.url).hostname or "").startswith(LOOPBACK):
-            logger.warning(
-                "%s reports %s as its address, which for decode engines is their own machine: set "
-                "VLLM_NIXL_SIDE_CHANNEL_HOST to its address",
-                engine,
-                identity.host,
-            )
 
     def _use_sequential(self, engine: Engine, reason: str) -> None:
         """Log the reason, unless it is the same as the engine's last one."""

@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
-import os
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import aiohttp
 
 from layerpush.apps.proxy.engines import Engine
-from layerpush.apps.proxy.errors import error_message, shortened
-from layerpush.apps.proxy.settings import Settings
+from layerpush.apps.proxy.errors import shortened
 
 EVENT_STREAM = "text/event-stream"
 MAX_ANSWER_BYTES = 16 << 20
 """The longest answer that the proxy needs in one piece: P's, an error, a list of models, D's first event."""
 HELD_BYTES = 1 << 20
 """D's answer in one piece is passed on as it comes from this size on."""
+CONNECT_S = 5.0
 POOL_IDLE_S = 2.0
 """Well below the 5 s after which vLLM's server closes an idle connection: a busy machine adds to these seconds."""
 PASSED_BACK = ("content-type", "cache-control", "x-accel-buffering", "x-request-id")
 """The headers of an engine's answer that the client gets. Others are about the connection, or the engine's origin."""
 
-_LOCAL_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
-"""Errors of this machine, which has run out of a resource. They say nothing about the engine."""
 _STATUSES = (429, 500, 501, 502, 503, 504)
 """Statuses of engines that a client gets as well. In the place of others it gets 502."""
+_LIMIT = "(--engine-timeout-secs)"
 _EVENT_END = re.compile(rb"\n\r?\n")
-_ERROR = re.compile(rb'^data:\s*(\{"error".*)', re.MULTILINE)
 
 
 class LegFailedError(Exception):
@@ -42,22 +38,29 @@ class LegFailedError(Exception):
     the client, too.
     """
 
-    is_gone = False
-    """Nobody listens at the engine's URL."""
-    is_broken = False
-    """The connection ended early. The engine may have died, or may have closed an idle connection."""
-    is_refused = False
-    """The engine answered with an error, and would probably do so again."""
-    is_local = False
-    """This process or machine can open no more connections."""
+    def __init__(
+        self,
+        engine: Engine,
+        message: str,
+        status: int = 502,
+        detail: str = "",
+        *,
+        is_gone: bool = False,
+        is_lost: bool = False,
+        suspects: Collection[Engine] | None = None,
+    ) -> None:
+        """``message`` follows the engine's name in both texts, ``detail`` only in the log's.
 
-    def __init__(self, engine: Engine, message: str, status: int = 502, detail: str = "", **kind: bool) -> None:
-        """``message`` follows the engine's name in both texts, ``detail`` only in the log's."""
+        ``is_gone``: nobody listens at the engine's URL. ``is_lost``: the connection ended early, or the engine is
+        another process now; it may answer another attempt. ``suspects``: engines that may be the reason.
+        """
         super().__init__(f"{engine} {message}{detail and ': ' + detail}")
         self.engine = engine
         self.status = status if status in _STATUSES else 502
         self.public = f"the {engine.role} engine {message}{detail and '; the log of the proxy says more'}"
-        self.__dict__.update(kind)
+        self.suspects: Collection[Engine] = (engine,) if suspects is None else suspects
+        self.is_gone = is_gone
+        self.is_lost = is_lost or is_gone
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,6 @@ class Stream:
 
     def __init__(self, engine: Engine, response: aiohttp.ClientResponse, first: bytes, idle_s: float) -> None:
         self.headers = _passed_back(response)
-        self.has_events = response.content_type == EVENT_STREAM
         self._engine = engine
         self._response = response
         self._first = first
@@ -83,7 +85,7 @@ class Stream:
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """Yields the bytes as they arrive. Raises ``LegFailedError``."""
         yield self._first
-        with _failures(self._engine, f"sent nothing for {self._idle_s:g} s (--stream-idle-timeout-secs)"):
+        with _failures(self._engine, f"sent nothing for {self._idle_s:g} s {_LIMIT}"):
             while data := await self._next():
                 yield data
 
@@ -98,47 +100,41 @@ class Stream:
 class Engines:
     """Client of the engines' API servers, over one HTTP session. The proxy's own limit bounds its connections."""
 
-    def __init__(self, session: aiohttp.ClientSession, settings: Settings) -> None:
-        self.settings = settings
-        self.own_headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-        """Headers of the proxy's own requests."""
+    def __init__(self, session: aiohttp.ClientSession, limit_s: float) -> None:
+        """``limit_s``: the longest wait for an answer, and the longest pause in a stream."""
         self._session = session
+        self._limit_s = limit_s
 
     async def ask(self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]) -> Whole:
-        """POST, and read the whole answer. Raises ``LegFailedError``, also for status 429 and from 500 on.
-
-        P's leg uses it, too, so its deadline is that of D's first token.
-        """
-        timeout_s = self.settings.first_token_timeout_s
-        with _failures(engine, f"did not answer within {timeout_s:g} s"):
-            async with asyncio.timeout(timeout_s), self._post(engine, path, body, headers) as response:
+        """POST, and read the whole answer. Raises ``LegFailedError``, also for status 429 and from 500 on."""
+        with _failures(engine, f"did not answer within {self._limit_s:g} s {_LIMIT}"):
+            async with asyncio.timeout(self._limit_s), self._post(engine, path, body, headers) as response:
                 return await _whole(engine, response)
 
     async def decode(
         self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str], *, streams: bool
     ) -> Whole | Stream:
-        """D's leg. Returns a whole answer, or a stream after its first event. Raises ``LegFailedError``."""
-        limit_s = self.settings.first_token_timeout_s
+        """D's leg. Returns a whole answer, or a stream after its first event. Raises ``LegFailedError``.
+
+        An answer that does not stream may take as long as the whole request.
+        """
         response: aiohttp.ClientResponse | None = None
-        with _failures(engine, f"sent no token within {limit_s:g} s (--first-token-timeout-secs)"):
+        with _failures(engine, f"sent no token within {self._limit_s:g} s {_LIMIT}"):
             try:
-                async with asyncio.timeout(limit_s if streams else None):
+                async with asyncio.timeout(self._limit_s if streams else None):
                     response = await self._post(engine, path, body, headers)
-                    if response.status != 200:
-                        return await _whole(engine, response)
-                    return await self._begin(engine, response)
+                    return await (_whole if response.status != 200 else self._begin)(engine, response)
             except BaseException:  # close it after any error, so that the engine aborts the request
                 if response is not None:
                     response.close()
                 raise
 
-    async def get(self, engine: Engine, path: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> Whole:
-        """GET, and read the whole answer. Raises ``LegFailedError``, also for status 429 and from 500 on."""
-        headers = self.own_headers if headers is None else headers
-        with _failures(engine, f"did not answer {path} within {timeout_s:g} s"):
+    async def models(self, engine: Engine, headers: Mapping[str, str]) -> Whole:
+        """The engine's list of models. Raises ``LegFailedError``, also for status 429 and from 500 on."""
+        with _failures(engine, f"did not answer within {CONNECT_S:g} s"):
             async with (
-                asyncio.timeout(timeout_s),
-                self._session.get(engine.url + path, headers=headers, allow_redirects=False) as response,
+                asyncio.timeout(CONNECT_S),
+                self._session.get(f"{engine.url}/v1/models", headers=headers, allow_redirects=False) as response,
             ):
                 return await _whole(engine, response)
 
@@ -149,30 +145,29 @@ class Engines:
         return self._session.post(engine.url + path, data=body, headers=headers, allow_redirects=False)
 
     async def _begin(self, engine: Engine, response: aiohttp.ClientResponse) -> Whole | Stream:
-        idle_s = self.settings.stream_idle_timeout_s
         if response.content_type != EVENT_STREAM:
             body, is_end = await _read(response, HELD_BYTES)
             if is_end:
                 return Whole(200, _passed_back(response), body)
-            return Stream(engine, response, body, idle_s)
+            return Stream(engine, response, body, self._limit_s)
         first = bytearray()
         while data := await response.content.readany():
             first += data
             end = _EVENT_END.search(first, max(0, len(first) - len(data) - 2))
             if end is not None and (first.startswith(b"data:") or b"\ndata:" in first):  # comments come before data
                 _check_first(engine, bytes(first))
-                return Stream(engine, response, bytes(first), idle_s)
+                return Stream(engine, response, bytes(first), self._limit_s)
             if len(first) > MAX_ANSWER_BYTES:
                 raise LegFailedError(engine, f"sent an event of more than {MAX_ANSWER_BYTES} bytes")
-        raise LegFailedError(engine, "ended its answer before the first token", is_broken=True)
+        raise LegFailedError(engine, "ended its answer before the first token", is_lost=True)
 
 
 @contextlib.asynccontextmanager
-async def http_session(settings: Settings) -> AsyncIterator[aiohttp.ClientSession]:
+async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
     """The one session. It follows no cookies, and changes no byte of an answer."""
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_IDLE_S),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout_s),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         headers={"Accept-Encoding": "identity"},
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -193,16 +188,14 @@ def _failures(engine: Engine, when_late: str) -> Iterator[None]:
 def _failure(engine: Engine, error: aiohttp.ClientError | TimeoutError, when_late: str) -> LegFailedError:
     match error:
         case aiohttp.ConnectionTimeoutError():
-            return LegFailedError(engine, "cannot be connected to in time", is_gone=True)
-        case aiohttp.ClientConnectorError(os_error=cause) if cause.errno in _LOCAL_ERRORS:
-            return LegFailedError(engine, f"got no connection: {os.strerror(cause.errno)}", 503, is_local=True)
+            return LegFailedError(engine, "cannot be connected to in time", 503, is_gone=True)
         case aiohttp.ClientConnectorError(os_error=cause):
-            return LegFailedError(engine, "cannot be connected to", detail=shortened(str(cause)), is_gone=True)
+            return LegFailedError(engine, "cannot be connected to", 503, shortened(str(cause)), is_gone=True)
         case TimeoutError():
             return LegFailedError(engine, when_late, 504)
         case _:
-            detail = shortened(str(error)) or type(error).__name__
-            return LegFailedError(engine, "broke the connection", detail=detail, is_broken=True)
+            detail = shortened(str(error) or type(error).__name__)
+            return LegFailedError(engine, "broke the connection", detail=detail, is_lost=True)
 
 
 def _passed_back(response: aiohttp.ClientResponse) -> dict[str, str]:
@@ -218,7 +211,7 @@ async def _whole(engine: Engine, response: aiohttp.ClientResponse) -> Whole:
     if status == 200 or (400 <= status < 500 and status != 429):
         return Whole(status, _passed_back(response), body)
     message = f"answered {status} to {response.url.path}"
-    raise LegFailedError(engine, message, status, error_message(body), is_refused=True)
+    raise LegFailedError(engine, message, status, shortened(body))
 
 
 async def _read(response: aiohttp.ClientResponse, limit: int) -> tuple[bytes, bool]:
@@ -232,15 +225,13 @@ async def _read(response: aiohttp.ClientResponse, limit: int) -> tuple[bytes, bo
 
 
 def _check_first(engine: Engine, events: bytes) -> None:
-    """Raises ``LegFailedError`` if a stream begins with a failure of the engine: an error with status 429, from 500 on,
-    or without one. Others refuse the request.
+    """Raises ``LegFailedError`` if a stream begins with an error with status 429, or from 500 on: the engine failed.
+    Others refuse the request.
     """
-    found = _ERROR.search(events)
-    if found is None or b"data:" in events[: found.start()]:
-        return
+    data = next(line for line in events.splitlines() if line.startswith(b"data:"))
     try:
-        code = int(json.loads(found[1])["error"]["code"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        code = 500
-    if code == 429 or not 400 <= code < 500:
-        raise LegFailedError(engine, f"failed with code {code}", code, error_message(events), is_refused=True)
+        code = int(json.loads(data[5:])["error"]["code"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return
+    if code == 429 or code >= 500:
+        raise LegFailedError(engine, f"failed with code {code}", code, shortened(data))

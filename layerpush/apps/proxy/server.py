@@ -1,4 +1,4 @@
-"""Runs the proxy until a signal stops it, and lets requests under way finish."""
+"""The proxy's HTTP server. It runs until a signal stops it, and lets requests under way finish."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import contextlib
 import logging
 import resource
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from layerpush.apps.proxy.app import make_app
+from layerpush.apps.proxy.body import CHAT, COMPLETIONS
 from layerpush.apps.proxy.core import Proxy
+from layerpush.apps.proxy.errors import ProxyError, error_body
+from layerpush.apps.proxy.legs import LegFailedError
+from layerpush.apps.proxy.relay import Relay
 from layerpush.apps.proxy.settings import Settings
 
 logger = logging.getLogger("layerpush.proxy")
@@ -25,7 +29,12 @@ MAX_LINE_BYTES = 8190
 MAX_HEADERS = 128
 LINGERING_S = 1.0
 """So long aiohttp reads on when it has refused a body, so that the client sees the answer."""
+DRAIN_S = 300.0
+"""After a signal, deadline for the requests that run."""
 POLL_S = 0.05
+PASSED_ON = ("authorization", "traceparent", "tracestate", "baggage", "user-agent")
+"""Headers of a client that are passed on to engines. Only the proxy sets X-Request-Id and X-data-parallel-rank."""
+ENDPOINTS = "/v1/completions, /v1/chat/completions, /v1/models, /health"
 
 
 @contextlib.asynccontextmanager
@@ -53,11 +62,12 @@ async def serving(proxy: Proxy) -> AsyncIterator[None]:
         try:
             yield
         finally:
-            proxy.draining = True
             logger.info("draining: %d requests under way", proxy.requests)
             await site.stop()
+            if runner.server is not None:
+                runner.server.pre_shutdown()  # connections take no further request
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(proxy.settings.drain_timeout_s):
+                async with asyncio.timeout(DRAIN_S):
                     while proxy.requests:
                         await asyncio.sleep(POLL_S)
     finally:
@@ -66,7 +76,7 @@ async def serving(proxy: Proxy) -> AsyncIterator[None]:
 
 def serve(settings: Settings) -> bool:
     """Serve until SIGTERM or SIGINT. False if the server could not start."""
-    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(asctime)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(message)s")
     logging.getLogger("aiohttp.server").addFilter(_is_no_bad_head)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each request has three connections
@@ -90,3 +100,75 @@ async def _until_signal(settings: Settings) -> None:
     async with serving(Proxy(settings)):
         logger.info("listening at %s:%d", settings.host, settings.port)
         await stopped.wait()
+
+
+def make_app(proxy: Proxy) -> web.Application:
+    """The application. It runs the proxy's tasks while it lives."""
+
+    async def running(_: web.Application) -> AsyncIterator[None]:
+        async with proxy.running():
+            yield
+
+    app = web.Application(middlewares=[_errors])
+    app.cleanup_ctx.append(running)
+    for path in (COMPLETIONS, CHAT):
+        app.router.add_post(path, partial(_complete, proxy))
+    app.router.add_get("/v1/models", partial(_models, proxy))
+    app.router.add_get("/health", partial(_health, proxy))
+    return app
+
+
+async def _complete(proxy: Proxy, request: web.Request) -> web.StreamResponse:
+    """Answer a request for a completion."""
+    if proxy.requests >= proxy.settings.max_concurrent_requests:
+        message = f"{proxy.requests} requests are under way (--max-concurrent-requests); try again later"
+        raise ProxyError(429, message)
+    proxy.requests += 1
+    try:
+        return await Relay(proxy, request, _passed_on(request)).serve()
+    finally:
+        proxy.requests -= 1
+
+
+async def _models(proxy: Proxy, request: web.Request) -> web.Response:
+    """The list of the first D that answers."""
+    for decode in proxy.decode.engines:
+        with contextlib.suppress(LegFailedError):
+            answer = await proxy.engines.models(decode, _passed_on(request))
+            return web.Response(status=answer.status, headers=answer.headers, body=answer.body)
+    raise ProxyError(503, "no decode engine gives its list of models")
+
+
+async def _health(proxy: Proxy, _: web.Request) -> web.Response:
+    """The proxy lives. The engines are not checked."""
+    return web.json_response({"requests": proxy.requests, "retries": proxy.retries})
+
+
+@web.middleware
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Give errors the format of the OpenAI API."""
+    codings = [each.strip().lower() for each in request.headers.getall("Transfer-Encoding", [])]
+    try:
+        if codings not in ([], ["chunked"]):  # aiohttp takes others before it, too
+            raise ProxyError(400, "Transfer-Encoding must be chunked, and nothing else")
+        return await handler(request)
+    except ProxyError as error:
+        response = _json(error.status, error_body(error.status, error.message), error.headers)
+    except web.HTTPException as error:
+        message = f"{error.reason}: {request.method} {request.path}; the proxy serves {ENDPOINTS}"
+        response = _json(error.status, error_body(error.status, message))
+    if not request.content.is_eof():  # the rest of the body is of no use
+        response.force_close()
+    return response
+
+
+def _json(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(status=status, headers=headers, body=body, content_type="application/json")
+
+
+def _passed_on(request: web.Request) -> dict[str, str]:
+    """Several lines of a header become one. A value that is no valid UTF-8 stays inside."""
+    headers = {key: ",".join(request.headers.getall(key)) for key in PASSED_ON if key in request.headers}
+    return {key: value for key, value in headers.items() if value.isprintable()}

@@ -58,12 +58,10 @@ class Stub:
         self.side_channel = 5600
         self.has_connector = True
         self.params_override: dict[str, Any] = {}
-        self.healthy = True
         self.faults: deque[Fault] = deque()
         self.hold: asyncio.Event | None = None
         self.hold_probes: asyncio.Event | None = None
-        self.hold_health: asyncio.Event | None = None
-        self.checks = 0
+        self.probe_status = 200
         self.greeting = ""
         """A header's value in D's answers."""
         self.step: asyncio.Semaphore | None = None
@@ -87,7 +85,6 @@ class Stub:
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
-        app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
@@ -110,12 +107,6 @@ class Stub:
         self.engine_id = engine_id
         await self.start()
 
-    async def _health(self, _: web.Request) -> web.Response:
-        self.checks += 1
-        if self.hold_health is not None:
-            await self.hold_health.wait()
-        return web.Response(status=200 if self.healthy else 503)
-
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "by": self.engine_id}]})
 
@@ -125,7 +116,7 @@ class Stub:
             self.probes.append(seen)
             if self.hold_probes is not None:
                 await self.hold_probes.wait()
-            return self._prefilled(seen)
+            return self._prefilled(seen) if self.probe_status == 200 else web.Response(status=self.probe_status)
         self.seen.append(seen)
         self.active += 1
         self.most_active = max(self.most_active, self.active)

@@ -56,7 +56,7 @@ ENDLESS = {
 @pytest.mark.parametrize("beginning", ENDLESS.values(), ids=ENDLESS)
 @asynchronous
 async def test_a_line_that_does_not_end_closes_its_connection(beginning: bytes) -> None:
-    async with world(upload_timeout_s=0.5) as here:
+    async with world(upload_s=0.5) as here:
         _, writer = await raw(here, beginning)
         await pour(writer)
         assert (await here.post()).status == 200

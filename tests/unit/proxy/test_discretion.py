@@ -53,14 +53,14 @@ async def test_ps_own_words_stay_inside(caplog: pytest.LogCaptureFixture) -> Non
         assert reply.status == 500
         message = "the prefill engine answered 500 to /v1/completions; the log of the proxy says more"
         assert told(reply) == {"message": message, "type": "InternalServerError", "param": None, "code": 500}
-    assert any(f"{here.p.url} answered 500 to /v1/completions: {SECRET}" in each for each in caplog.messages)
+    assert any(f"{here.p.url} answered 500 to /v1/completions: " in each and SECRET in each for each in caplog.messages)
 
 
 @pytest.mark.parametrize("fault", ["drop", "cut"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @asynchronous
 async def test_errors_of_a_connection_name_no_address(role: str, fault: Fault) -> None:
-    async with world(retry_max_retries=0) as here:
+    async with world(retries=0) as here:
         (here.p if role == "prefill" else here.d).faults.append(fault)
         reply = await here.post()
         assert reply.status == 502
@@ -69,7 +69,7 @@ async def test_errors_of_a_connection_name_no_address(role: str, fault: Fault) -
 
 @asynchronous
 async def test_the_error_for_an_engine_that_is_down_names_no_address() -> None:
-    async with world(health_check_interval_s=600.0) as here:
+    async with world() as here:
         await here.d.stop()
         message = "the decode engine cannot be connected to; the log of the proxy says more"
         assert told(await here.post())["message"] == message
@@ -77,7 +77,8 @@ async def test_the_error_for_an_engine_that_is_down_names_no_address() -> None:
 
 @asynchronous
 async def test_a_restarted_p_is_not_named() -> None:
-    async with world(health_check_interval_s=600.0, retry_max_retries=0) as here:
+    async with world(retries=0) as here:
+        await here.introduce()
         await here.p.restart("p0-reborn")
         reply = await here.post()
         assert told(reply)["message"] == "the prefill engine has restarted; the log of the proxy says more"
@@ -86,7 +87,7 @@ async def test_a_restarted_p_is_not_named() -> None:
 @pytest.mark.parametrize("status", ["999 Odd", "600 Odd", "204 No Content", "299 Odd", "304 Not Modified", "599 Odd"])
 @asynchronous
 async def test_an_odd_status_is_a_failure(status: str, capfd: pytest.CaptureFixture[str]) -> None:
-    async with world(retry_max_retries=0) as here:
+    async with world(retries=0) as here:
         here.d.raw = answered(status, b"")
         reply = await here.post()
         assert reply.status == 502
@@ -106,7 +107,7 @@ async def test_an_odd_status_is_a_failure(status: str, capfd: pytest.CaptureFixt
 )
 @asynchronous
 async def test_garbled_bytes_reach_neither_the_client_nor_the_log(raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    async with world(retry_max_retries=0) as here:
+    async with world(retries=0) as here:
         here.d.raw = raw
         reply = await here.post()
         assert reply.status == 502
@@ -192,7 +193,7 @@ async def whole(here: World) -> bytes:
 @asynchronous
 async def test_a_large_error_or_answer_of_p_is_a_failure(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(legs, "MAX_ANSWER_BYTES", 1000)
-    async with world(retry_max_retries=0) as here:
+    async with world(retries=0) as here:
         stub = here.p if role == "prefill" else here.d
         stub.raw = answered("200 OK" if role == "prefill" else "400 Bad", b"a" * 1001)
         reply = await here.post()
@@ -203,7 +204,7 @@ async def test_a_large_error_or_answer_of_p_is_a_failure(role: str, monkeypatch:
 @asynchronous
 async def test_a_first_event_without_end_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(legs, "MAX_ANSWER_BYTES", 1000)
-    async with world(retry_max_retries=0) as here:
+    async with world(retries=0) as here:
         here.d.pieces = [b"data: " + b"x" * 1000, b"x" * 1000, b"x" * 1000]
         reply = await here.post(stream=True)
         assert reply.status == 502

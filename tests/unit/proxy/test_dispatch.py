@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from layerpush.apps.proxy import health
+from layerpush.apps.proxy import introduction
 from tests.unit.proxy.world import asynchronous, until, world
 
 
@@ -45,10 +45,10 @@ async def test_requests_are_counted_while_an_engine_works() -> None:
         here.p.hold, here.d.hold = asyncio.Event(), asyncio.Event()
         request = asyncio.create_task(here.post())
         await until(lambda: here.p.seen and here.d.seen, "both engines have it")
-        told = json.loads((await here.get("/health")).body)
-        assert [told["requests"], *(each["requests"] for each in told["engines"])] == [1, 1, 1]
+        assert json.loads((await here.get("/health")).body) == {"requests": 1, "retries": 0}
+        prefill, decode = here.engines
+        assert (prefill.requests, decode.requests) == (1, 1)
         here.p.hold.set()
-        prefill, decode = here.proxy.fleet
         await until(lambda: prefill.requests == 0, "P has nothing to do")
         assert decode.requests == 1
         here.d.hold.set()
@@ -104,8 +104,7 @@ async def test_dispatch_is_sequential_if_ps_identity_cannot_be_known(caplog: pyt
         assert at_d.params["remote_num_tokens"] == 4
         assert at_d.params["remote_request_id"] == f"cmpl-{at_p.request_id}-0-suffix"
         assert at_d.params["transfer_mode"] == "pull"
-        assert json.loads((await here.get("/health")).body)["engines"][0]["dispatch"] == "sequential"
-        await asyncio.sleep(0.2)
+        assert (await here.post()).status == 200
         assert len(here.p.probes) == 1, "P is not asked again"
     (line,) = [record.message for record in caplog.records if "Sequential dispatch" in record.message]
     assert "transfer_mode" in line
@@ -124,31 +123,49 @@ async def test_the_error_names_a_p_without_a_connector(caplog: pytest.LogCapture
 @asynchronous
 async def test_d_alone_gets_a_request_that_p_cannot_prefill() -> None:
     async with world() as here:
+        await here.p.stop()
         assert (await here.post(use_beam_search=True)).status == 200
         assert not here.p.seen
         (at_d,) = here.d.seen
         assert not at_d.params
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @asynchronous
-async def test_a_probe_gets_ps_identity_at_the_start() -> None:
-    async with world(api_key="secret") as here:
-        (probe,) = here.p.probes
-        assert probe.headers["Authorization"] == "Bearer secret"
-        assert probe.body["max_tokens"] == 1
-        await until(lambda: here.d.probes, "D gets what P has computed")
-        (delivered,) = here.d.probes
-        assert delivered.request_id == probe.request_id
-        assert delivered.headers["Authorization"] == "Bearer secret"
+async def test_a_probe_gets_ps_identity_before_the_first_request(path: str) -> None:
+    async with world() as here:
+        headers = {"Authorization": "Bearer secret"}
+        replies = await asyncio.gather(*(here.post(path, headers, model="m") for _ in range(3)))
+        assert [reply.status for reply in replies] == [200] * 3
+        (probe,), (delivered,) = here.p.probes, here.d.probes
+        assert probe.path == delivered.path == "/v1/completions"
+        assert probe.headers["Authorization"] == delivered.headers["Authorization"] == "Bearer secret"
+        assert probe.request_id == delivered.request_id
+        assert (probe.body["model"], probe.body["max_tokens"]) == ("m", 1)
         assert delivered.body["prompt"] == probe.body["prompt"]
         assert delivered.params["remote_block_ids"] == [[1, 2]]
-        await here.post()
-        assert len(here.p.probes) == 1
+        assert all(each.params["remote_engine_id"] == "p0" for each in here.d.seen)
+        assert not any("remote_block_ids" in each.params for each in here.d.seen), "dispatch is concurrent"
+
+
+@asynchronous
+async def test_a_refused_probe_is_sent_again(caplog: pytest.LogCaptureFixture) -> None:
+    """The first client's key or model may be a wrong one."""
+    async with world() as here:
+        here.p.probe_status = 401
+        assert (await here.post()).status == 200
+        here.p.probe_status = 200
+        prefill, _ = here.engines
+        prefill.identity = None  # P's answer to the request had it, too
+        assert (await here.post()).status == 200
+        assert len(here.p.probes) == 2
+        assert "remote_block_ids" not in here.d.seen[-1].params
+    assert any("answered 401" in record.message for record in caplog.records)
 
 
 @asynchronous
 async def test_an_undetected_restart_costs_one_more_attempt() -> None:
-    async with world(health_check_interval_s=600.0) as here:
+    async with world() as here:
         assert (await here.post()).status == 200
         await here.p.restart("p0-reborn")
         here.p.side_channel = 5700
@@ -162,29 +179,43 @@ async def test_an_undetected_restart_costs_one_more_attempt() -> None:
 
 
 @asynchronous
+async def test_all_requests_find_an_undetected_restart() -> None:
+    """The first answer changes the identity. The other requests began with the old one."""
+    async with world() as here:
+        assert (await here.post()).status == 200
+        await here.p.restart("p0-reborn")
+        here.p.hold = asyncio.Event()
+        requests = [asyncio.create_task(here.post()) for _ in range(3)]
+        await until(lambda: here.p.active == 3, "P has all")
+        here.p.hold.set()
+        assert [(await request).status for request in requests] == [200] * 3
+
+
+@asynchronous
 async def test_a_detected_restart_is_followed_by_a_probe() -> None:
     async with world() as here:
+        assert (await here.post()).status == 200
         await here.p.stop()
-        await until(lambda: not here.proxy.fleet.ready, "the proxy notices")
+        assert (await here.post()).status == 503
         here.p.engine_id = "p0-reborn"
         await here.p.start()
-        await here.ready()
-        assert len(here.p.probes) == 2
+        before = len(here.d.seen)
         assert (await here.post()).status == 200
-        (at_d,) = here.d.seen
+        assert len(here.p.probes) == 2
+        (at_d,) = here.d.seen[before:]
         assert at_d.params["remote_engine_id"] == "p0-reborn"
 
 
 @asynchronous
 async def test_dispatch_to_a_busy_p_is_sequential_until_its_identity_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "IDENTITY_S", 0.1)
+    monkeypatch.setattr(introduction, "IDENTITY_S", 0.1)
     held = asyncio.Event()
     async with world(p0={"hold_probes": held}) as here:
         here.p.hold = asyncio.Event()
         request = asyncio.create_task(here.post())
         await until(lambda: here.p.seen, "P has it")
         assert not here.d.seen, "dispatch is sequential"
-        prefill, _ = here.proxy.fleet
+        prefill, _ = here.engines
         assert len(here.p.probes) == 1
         held.set()
         await until(lambda: prefill.identity, "P has reported its identity")
@@ -204,7 +235,7 @@ async def test_dispatch_to_several_engines_at_one_url_is_sequential(caplog: pyte
             replies.append((await here.post()).status)
         assert set(replies) == {200}
         assert here.proxy.retries <= 2
-        prefill, _ = here.proxy.fleet
+        prefill, _ = here.engines
         assert prefill.identity is None
         assert len(here.p.probes) == 1
         before = len(here.d.seen)
@@ -212,3 +243,16 @@ async def test_dispatch_to_several_engines_at_one_url_is_sequential(caplog: pyte
         assert len(here.d.seen) == before + 1
     (line,) = [record.message for record in caplog.records if "several engines answer" in record.message]
     assert "--prefill of its own" in line
+
+
+@asynchronous
+async def test_the_model_list_is_ds() -> None:
+    async with world(decodes=2) as here:
+        reply = await here.get("/v1/models")
+        assert reply.status == 200
+        assert json.loads(reply.body)["data"][0]["by"] == "d0"
+        await here.decode[0].stop()
+        reply = await here.get("/v1/models")
+        assert json.loads(reply.body)["data"][0]["by"] == "d1"
+        await here.decode[1].stop()
+        assert (await here.get("/v1/models")).status == 503

@@ -29,13 +29,13 @@ async def test_many_streams_at_once() -> None:
         assert {reply.body for reply in replies} == sent
         assert max(len(each.seen) for each in here.decode) < STREAMS / 2
         await until(lambda: here.proxy.requests == 0, "all places are free")
-        await until(lambda: not any(each.requests for each in here.proxy.fleet), "all work is done")
+        await until(lambda: not any(each.requests for each in here.engines), "all work is done")
 
 
 @asynchronous
 async def test_many_streams_with_faults_and_disconnects() -> None:
     random.seed(1)
-    async with world(prefills=3, decodes=3, retry_max_retries=5) as here:
+    async with world(prefills=3, decodes=3, retries=5) as here:
         for stub in here.prefill + here.decode:
             for _ in range(5):
                 stub.faults.append(random.choice(["drop", "500", "429"]))
@@ -56,4 +56,4 @@ async def test_many_streams_with_faults_and_disconnects() -> None:
         stubs = here.prefill + here.decode
         await until(lambda: not any(stub.active for stub in stubs), "no engine works for anybody")
         await until(lambda: here.proxy.requests == 0, "all places are free")
-        assert not any(each.requests for each in here.proxy.fleet)
+        assert not any(each.requests for each in here.engines)

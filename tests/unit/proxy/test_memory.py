@@ -59,9 +59,9 @@ FAILURES: dict[str, dict[str, Any]] = {
     "P breaks its answer off": {"p": "cut"},
     "D refuses with 400": {"d": "400"},
     "P refuses with 400": {"p": "400"},
-    "D does not answer": {"d": "hang", "stream": True, "settings": {"first_token_timeout_s": 0.2}},
-    "P does not answer": {"p": "hang", "settings": {"first_token_timeout_s": 0.2}},
-    "the request takes too long": {"d": "hang", "settings": {"request_timeout_s": 0.2}},
+    "D does not answer": {"d": "hang", "stream": True, "settings": {"engine_timeout_secs": 0.2}},
+    "P does not answer": {"p": "hang", "settings": {"engine_timeout_secs": 0.2}},
+    "the request takes too long": {"d": "hang", "settings": {"request_timeout_secs": 0.2}},
     "P pushes nothing": {"no_connector": True},
     "dispatch is sequential": {"d": "500", "pulls": True},
     "nothing fails": {},
@@ -77,7 +77,7 @@ async def served(
     here.p.has_connector = not no_connector
     if pulls:
         here.p.params_override = {"transfer_mode": "pull"}
-        next(iter(here.proxy.fleet)).identity = None
+        here.engines[0].identity = None
     with contextlib.suppress(aiohttp.ClientPayloadError):
         await here.post(stream=stream)
 
@@ -86,8 +86,8 @@ async def served(
 @asynchronous
 async def test_a_body_is_freed_with_its_request(failure: dict[str, Any], bodies: list[weakref.ref[Any]]) -> None:
     failure = dict(failure)
-    async with world(**{"retry_max_retries": 1} | failure.pop("settings", {})) as here:
-        await until(lambda: here.d.probes, "P's identity is known")
+    async with world(**{"retries": 1} | failure.pop("settings", {})) as here:
+        await here.introduce()
         bodies.clear()
         await served(here, **failure)
         assert len(bodies) >= 2
@@ -110,7 +110,7 @@ async def test_the_body_of_a_client_that_left_is_freed(bodies: list[weakref.ref[
 async def test_a_stream_that_has_begun_holds_no_body(bodies: list[weakref.ref[Any]]) -> None:
     async with world() as here:
         here.d.step = asyncio.Semaphore(1)
-        await until(lambda: here.d.probes, "P's identity is known")
+        await here.introduce()
         bodies.clear()
         async with here.stream() as response:
             await response.content.readuntil(b"\n\n")

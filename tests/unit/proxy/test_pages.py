@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import layerpush.apps.proxy.server
 from layerpush.apps.cli import app
-from layerpush.apps.proxy.identity import Identity
 from layerpush.core.config import LayerPushConfig
+from layerpush.core.prefill_identity import PrefillIdentity
 from layerpush.core.request_params import check_params
 
 ROOT = Path(__file__).parents[3]
@@ -47,7 +47,9 @@ class Engine(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.headers["X-Request-Id"], body))  # type: ignore[attr-defined]
-        params = Identity("prefill-0", "10.0.0.1", 5600, 1).to_decode(f"cmpl-{self.headers['X-Request-Id']}-0-suffix")
+        params = PrefillIdentity("prefill-0", "10.0.0.1", 5600, 1).to_decode(
+            f"cmpl-{self.headers['X-Request-Id']}-0-suffix"
+        )
         answer = json.dumps({"kv_transfer_params": params}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
@@ -87,5 +89,5 @@ def test_the_curl_examples_send_valid_params(flow: int) -> None:
     check_params(to_d["kv_transfer_params"], "kv_consumer", LayerPushConfig())
     assert to_p["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
     suffix = ("", "-suffix")[flow]
-    expected = Identity("prefill-0", "10.0.0.1", 5600, 1).to_decode(f"cmpl-{p_id}-0{suffix}")
+    expected = PrefillIdentity("prefill-0", "10.0.0.1", 5600, 1).to_decode(f"cmpl-{p_id}-0{suffix}")
     assert {"dcp_size": 1} | to_d["kv_transfer_params"] == expected

@@ -3,60 +3,60 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import typer
 
-from layerpush.apps.proxy.body import MAX_KEYS, BodyError, RequestBody
-from layerpush.apps.proxy.engines import FAILED_CHECKS, Engine, Fleet
-from layerpush.apps.proxy.errors import error_body, error_event, error_message
-from layerpush.apps.proxy.identity import Identity, IdentityError
+from layerpush.apps.proxy.body import COMPLETIONS, MAX_KEYS, BodyError, RequestBody
+from layerpush.apps.proxy.engines import REST_S, Engine, Pool
+from layerpush.apps.proxy.errors import MESSAGE_CHARS, shortened
 from layerpush.apps.proxy.legs import LegFailedError, _check_first
-from layerpush.apps.proxy.settings import Policy, Settings, engine_url
+from layerpush.apps.proxy.settings import engine_url
+from layerpush.core.prefill_identity import IdentityError, PrefillIdentity
 
 PARAMS = {"remote_engine_id": "p", "remote_host": "h", "remote_port": 5600, "tp_size": 2, "pp_size": 3}
 
 
 class TestEngines:
-    def fleet(self, policy: Policy, *requests: int) -> Fleet:
-        urls = [f"http://{index}.example" for index in range(len(requests))]
-        fleet = Fleet(Settings(prefill=["http://p"], decode=urls, policy=policy))
-        for engine, count in zip(list(fleet)[1:], requests, strict=True):
-            engine.requests, engine.healthy = count, True
-        return fleet
+    def pool(self, *requests: int) -> Pool:
+        pool = Pool("decode", [f"http://{index}.example" for index in range(len(requests))])
+        for engine, count in zip(pool.engines, requests, strict=True):
+            engine.requests = count
+        return pool
 
-    def order(self, fleet: Fleet, turns: int) -> list[int]:
-        decodes = list(fleet)[1:]
-        return [decodes.index(chosen) for _ in range(turns) if (chosen := fleet.pick("decode", (), ()))]
-
-    def test_round_robin_visits_all_in_turn(self) -> None:
-        assert self.order(self.fleet("round_robin", 9, 0, 5), 7) == [0, 1, 2, 0, 1, 2, 0]
+    def order(self, pool: Pool, turns: int) -> list[int]:
+        return [pool.engines.index(pool.pick((), 0.0)) for _ in range(turns)]
 
     def test_the_least_loaded_is_chosen_and_equals_take_turns(self) -> None:
-        assert self.order(self.fleet("least_loaded", 30, 10, 20), 2) == [1, 1]
-        assert self.order(self.fleet("least_loaded", 5, 9, 5), 3) == [0, 2, 2]
+        assert self.order(self.pool(30, 10, 20), 2) == [1, 1]
+        assert self.order(self.pool(5, 9, 5), 3) == [0, 2, 2]
 
-    def test_a_spare_engine_is_chosen_only_if_there_is_no_other(self) -> None:
-        fleet = self.fleet("least_loaded", 0, 9)
-        _, first, second = fleet
-        assert fleet.pick("decode", (), (first,)) is second
-        assert fleet.pick("decode", (second,), (first,)) is first
-        assert fleet.pick("decode", (first, second), ()) is None
-        second.lost("gone")
-        assert fleet.pick("decode", (first,), ()) is second
-        second.failed("gone", is_gone=True)
-        assert fleet.pick("decode", (first,), ()) is None
+    def test_a_suspect_or_resting_engine_is_chosen_only_if_there_is_no_other(self) -> None:
+        pool = self.pool(0, 9)
+        first, second = pool.engines
+        assert pool.pick((first,), 0.0) is second
+        second.gone(1.0)
+        assert pool.pick((), 1.0 + REST_S / 2) is first
+        assert pool.pick((first,), 1.0 + REST_S / 2) is second
+        first.requests = 10
+        assert pool.pick((), 1.0 + REST_S) is second
+
+    def test_an_identity_ends_with_its_process(self) -> None:
+        engine = Engine("prefill", "http://p", asked_at=1.0, is_shared=True)
+        engine.identity = PrefillIdentity("p", "h", 1, 1)
+        engine.former.add(engine.identity)
+        engine.gone(2.0)
+        assert (engine.identity, engine.former, engine.asked_at, engine.is_shared) == (None, set(), None, False)
 
 
 class TestBodies:
-    def body(self, endpoint: Any = "completions", **fields: Any) -> RequestBody:
-        return RequestBody(endpoint, json.dumps(fields).encode())
+    def body(self, path: str = COMPLETIONS, **fields: Any) -> RequestBody:
+        return RequestBody(path, json.dumps(fields).encode())
 
     def test_d_gets_every_byte_of_the_clients_body(self) -> None:
         raw = b'{"prompt": "\\u00e9\xc3\xa9",  "seed": 123456789012345678901234567890, "top_p":1.00, "x": {"y": [ 1 ]}}'
-        sent = RequestBody("completions", raw).to_decode({"do_remote_prefill": True})
+        sent = RequestBody(COMPLETIONS, raw).to_decode({"do_remote_prefill": True})
         for part in (b'"\\u00e9\xc3\xa9"', b"123456789012345678901234567890", b":1.00", b'{"y": [ 1 ]}'):
             assert part in sent
         assert json.loads(sent) == json.loads(raw) | {"kv_transfer_params": {"do_remote_prefill": True}}
@@ -89,7 +89,7 @@ class TestBodies:
     @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"null", b"\xff{}", b"[" * 100_000])
     def test_a_body_that_is_no_object_is_refused(self, raw: bytes) -> None:
         with pytest.raises(BodyError, match="the body must be a JSON object"):
-            RequestBody("completions", raw)
+            RequestBody(COMPLETIONS, raw)
 
     @pytest.mark.parametrize(
         ("fields", "reason"),
@@ -108,17 +108,9 @@ class TestBodies:
     def test_fields_that_make_d_compute_the_prompt(self, fields: dict[str, Any], reason: str | None) -> None:
         assert self.body(prompt="x", **fields).is_for_d_alone == (reason is not None)
 
-    @pytest.mark.parametrize(
-        ("value", "streams"),
-        [*((yes, True) for yes in (True, 1, "true", "on", "1")), *((no, False) for no in (False, None, 0, "off", "F"))],
-    )
-    def test_the_stream_field_has_the_engines_meaning(self, value: object, streams: bool) -> None:
-        assert self.body(stream=value).streams == streams
-        assert not self.body().streams
-
     def test_the_last_of_two_equal_keys_replaces_the_first(self) -> None:
         raw = b'{"prompt": "a", "kv_transfer_params": {"a": 1}, "prompt": "b", "kv_transfer\\u005fparams": {"b": 2}}'
-        body = RequestBody("completions", raw)
+        body = RequestBody(COMPLETIONS, raw)
         assert body.to_decode(None) == b'{"prompt":"b"}'
         assert body.to_prefill({}).count(b"kv_transfer") == 1
 
@@ -146,15 +138,15 @@ class TestBodies:
             members = b",".join(b'"":0' for _ in range(keys))
             return b'{"vllm_xargs":{%b%b}' % (members, end) if inner else b"{%b%b" % (members, end)
 
-        RequestBody("completions", raw(MAX_KEYS, b"}"))
+        RequestBody(COMPLETIONS, raw(MAX_KEYS, b"}"))
         ending = b"}" if inner else b", no JSON"
         with pytest.raises(BodyError, match="has more than 1024 keys"):
-            RequestBody("completions", raw(MAX_KEYS + 1, ending))
+            RequestBody(COMPLETIONS, raw(MAX_KEYS + 1, ending))
 
     def test_keys_with_invalid_utf8_are_refused(self) -> None:
         for key in (b"\xff", b"\xed\xa0\x80"):
             with pytest.raises(BodyError, match="UTF-8"):
-                RequestBody("completions", b'{"prompt":"a","vllm_xargs":{"' + key + b'":1}}')
+                RequestBody(COMPLETIONS, b'{"prompt":"a","vllm_xargs":{"' + key + b'":1}}')
 
 
 class TestEvents:
@@ -164,9 +156,11 @@ class TestEvents:
             (b'data: {"error": {"code": 400}}\n\n', None),
             (b'data: {"error": {"code": 429}}\n\n', 429),
             (b'data: {"error": {"code": 503}}\n\n', 503),
-            (b': c\n\ndata:{"error": {"code": "x"}}\n\n', 500),
-            (b'data: {"error": 5}\n\n', 500),
-            (b'data: {"error"' + b":[" * 100_000 + b"\n\n", 500),
+            (b': c\n\ndata:{"error": {"code": "500"}}\n\n', 500),
+            (b'data: {"error": {"code": "x"}}\n\n', None),
+            (b'data: {"error": 5}\n\n', None),
+            (b'data: {"error"' + b":[" * 100_000 + b"\n\n", None),
+            (b"data: 5\n\n", None),
             (b'data: {"choices": []}\r\n\r\ndata: {"error": {"code": 500}}\n\n', None),
             (b'data: {"choices": [{"text": "data: {\\"error\\": {\\"code\\": 500}}"}]}\n\n', None),
             (b"data: [DONE]\n\n", None),
@@ -180,21 +174,16 @@ class TestEvents:
         with pytest.raises(LegFailedError, match=f"failed with code {code}"):
             _check_first(Engine("decode", "http://d"), events)
 
-    def test_an_error_event_can_be_read_back(self) -> None:
-        event = error_event(504, 'late "x"')
-        assert event.endswith(b"\n\ndata: [DONE]\n\n")
-        assert error_message(event) == error_message(error_body(504, 'late "x"')) == 'late "x"'
-
-    @pytest.mark.parametrize("answer", [b"", b"\xff", b"{", b'{"error": 1}', b"a\nb" * 1000, b"\x1b[2J"])
-    def test_other_error_bodies_give_a_short_printable_message(self, answer: bytes) -> None:
-        assert 0 < len(error_message(answer)) <= 500
-        assert error_message(answer).isprintable()
+    @pytest.mark.parametrize("text", [b"", b"\xff", b"a\nb" * 1000, b"\x1b[2J", "x\u202ey" * 1000])
+    def test_text_of_engines_becomes_short_and_printable(self, text: str | bytes) -> None:
+        assert 0 < len(shortened(text)) <= MESSAGE_CHARS
+        assert shortened(text).isprintable()
 
 
 class TestIdentities:
     def test_an_identity_from_ps_answer(self) -> None:
-        identity = Identity.from_params(PARAMS | {"remote_block_ids": [1], "remote_request_id": "r"})
-        assert identity == Identity("p", "h", 5600, 2, 3, 1)
+        identity = PrefillIdentity.from_params(PARAMS | {"remote_block_ids": [1], "remote_request_id": "r"})
+        assert identity == PrefillIdentity("p", "h", 5600, 2, 3, 1)
         assert identity.to_decode("cmpl-1-0") == {
             **PARAMS,
             "dcp_size": 1,
@@ -216,7 +205,7 @@ class TestIdentities:
     )
     def test_bad_identities(self, params: object, message: str) -> None:
         with pytest.raises(IdentityError, match=message):
-            Identity.from_params(params)
+            PrefillIdentity.from_params(params)
 
 
 class TestSettings:
@@ -238,27 +227,3 @@ class TestSettings:
     def test_bad_urls(self, url: str) -> None:
         with pytest.raises(typer.BadParameter, match="write"):
             engine_url(url)
-
-
-class TestHealth:
-    def test_several_failed_checks_take_an_engine_out_of_service_and_one_brings_it_back(self) -> None:
-        engine = Engine("prefill", "http://p")
-        assert not engine.healthy
-        engine.passed()
-        for _ in range(FAILED_CHECKS - 1):
-            engine.failed("x", is_gone=False)
-        assert engine.healthy
-        engine.failed("y", is_gone=False)
-        assert (engine.healthy, engine.problem) == (False, "y")
-        engine.passed()
-        assert engine.healthy
-
-    @pytest.mark.parametrize("end", [lambda each: each.lost("gone"), lambda each: each.failed("gone", is_gone=True)])
-    def test_an_identity_ends_with_its_process(self, end: Callable[[Engine], None]) -> None:
-        engine = Engine("prefill", "http://p")
-        engine.passed()
-        engine.identity = Identity("p", "h", 1, 1)
-        engine.failed("slow", is_gone=False)
-        assert engine.identity is not None
-        end(engine)
-        assert (engine.healthy, engine.identity, engine.is_asked) == (False, None, False)

@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import aiohttp
 from multidict import CIMultiDictProxy
 
+from layerpush.apps.proxy import relay, server
+from layerpush.apps.proxy.body import COMPLETIONS, RequestBody
 from layerpush.apps.proxy.core import Proxy
-from layerpush.apps.proxy.server import serving
+from layerpush.apps.proxy.engines import Engine
 from layerpush.apps.proxy.settings import Settings
 from tests.unit.proxy.stub import MODEL, Network, Stub, running
 
 DEADLINE_S = 30.0
-SOON: dict[str, Any] = {"health_check_interval_s": 0.05}
 
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -92,8 +95,16 @@ class World:
         async with self.session.get(self.url + path) as response:
             return Reply(response.status, response.headers, await response.read())
 
-    async def ready(self) -> None:
-        await until(lambda: all(instance.healthy for instance in self.proxy.fleet), "all engines healthy")
+    @property
+    def engines(self) -> list[Engine]:
+        """The proxy's view of all engines."""
+        return [*self.proxy.prefill.engines, *self.proxy.decode.engines]
+
+    async def introduce(self) -> None:
+        """Let the proxy learn the identity of each P, as before its first request."""
+        for engine in self.proxy.prefill.engines:
+            body = RequestBody(COMPLETIONS, json.dumps({"model": MODEL}).encode())
+            await self.proxy.introductions.introduce(engine, self.proxy.decode.engines[0], body, {})
 
 
 @contextlib.asynccontextmanager
@@ -103,12 +114,13 @@ async def world(
     *,
     p0: Mapping[str, Any] = MappingProxyType({}),
     d0: Mapping[str, Any] = MappingProxyType({}),
-    wait: bool = True,
+    retries: int = relay.RETRIES,
+    upload_s: float = relay.UPLOAD_S,
     **settings: Any,
 ) -> AsyncIterator[World]:
-    """Engines p0, p1, ... and d0, d1, ..., and a proxy before them, ready if ``wait``.
+    """Engines p0, p1, ... and d0, d1, ..., and a proxy before them.
 
-    ``p0`` and ``d0``: attributes of these stubs.
+    ``p0`` and ``d0``: attributes of these stubs. ``retries``, ``upload_s``: in the place of the proxy's constants.
     """
     network = Network()
     prefill = [Stub(network, "prefill", f"p{index}") for index in range(prefills)]
@@ -118,12 +130,14 @@ async def world(
             setattr(stub, name, value)
     async with running(*prefill, *decode):
         port = free_port()
-        own: dict[str, Any] = {"port": port, "drain_timeout_s": 2.0, "log_level": "warning"}
         urls = {"prefill": [stub.url for stub in prefill], "decode": [stub.url for stub in decode]}
-        proxy = Proxy(Settings(**urls, **own, **SOON | settings))
+        proxy = Proxy(Settings(**urls, port=port, **settings))
         here = World(network, prefill, decode, f"http://127.0.0.1:{port}", proxy)
-        async with serving(proxy), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            here.session = session
-            if wait:
-                await here.ready()
-            yield here
+        with (
+            mock.patch.object(relay, "RETRIES", retries),
+            mock.patch.object(relay, "UPLOAD_S", upload_s),
+            mock.patch.object(server, "DRAIN_S", 2.0),
+        ):
+            async with server.serving(proxy), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+                here.session = session
+                yield here

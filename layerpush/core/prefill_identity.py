@@ -11,9 +11,6 @@ from layerpush.core.request_params import ParamsError, check_params
 TO_PREFILL: Mapping[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 """P's `kv_transfer_params`: compute the prompt, keep its blocks, push them to the D that registers."""
 
-LOOPBACK = ("localhost", "127.", "::1")
-"""Begins the address of a side channel that only engines on the same machine can reach."""
-
 
 def remote_request_id(request_id: str, *, is_chat: bool = False) -> str:
     """vLLM's id of the (first) prompt of a request with this X-Request-Id, without the random suffix of each engine."""
@@ -25,7 +22,7 @@ class IdentityError(ValueError):
 
 
 @dataclass(frozen=True)
-class Identity:
+class PrefillIdentity:
     """A prefill engine: its id, its side channel, and the sizes of its parallel groups."""
 
     engine_id: str
@@ -36,7 +33,7 @@ class Identity:
     dcp_size: int = 1
 
     @classmethod
-    def from_params(cls, params: object) -> Identity:
+    def from_params(cls, params: object) -> PrefillIdentity:
         """Read the `kv_transfer_params` of P's answer, or those that an operator gave.
 
         Raises:
