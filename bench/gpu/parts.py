@@ -12,9 +12,7 @@ from bench.forward.links import CUDA_IPC_TRANSPORTS
 PARTS = {
     "kernels": "gather and scatter: their tests on the GPU, then GB/s beside a plain copy",
     "serve": "vLLM engines on the GPU with a random model of Llama-3.1-8B's geometry: first token, by prompt length",
-    "eager": "the same engines with --enforce-eager instead of CUDA graphs",
     "forward": "two processes on the GPU over CUDA IPC: the cost of pushes for a forward pass, and the exposed time",
-    "blocks": "serve with blocks of 16 and of 64 tokens instead of 32",
 }
 """The most valuable part is first: a user with a GPU for a short time gets its figures."""
 COMMON_MODULES = ("typer", "rich", "numpy", "torch", "triton")
@@ -32,9 +30,7 @@ ENGINE_MODULES = (
 NEEDED_MODULES: Mapping[str, tuple[str, ...]] = {
     "kernels": (*COMMON_MODULES, "pytest", "pytest_timeout", "hypothesis"),
     "serve": ENGINE_MODULES,
-    "eager": ENGINE_MODULES,
     "forward": (*COMMON_MODULES, "nixl", "msgspec"),
-    "blocks": ENGINE_MODULES,
 }
 MIB = 1 << 20
 
@@ -145,35 +141,14 @@ def _forward(out: Path, _: Room, options: tuple[str, ...]) -> list[Step]:
 
 
 def _serve(out: Path, room: Room, options: tuple[str, ...]) -> list[Step]:
-    return [_model(room), *_engine_runs("serve", out, room, "--no-enforce-eager", options)]
-
-
-def _eager(out: Path, room: Room, options: tuple[str, ...]) -> list[Step]:
-    return [_model(room), *_engine_runs("eager", out, room, "--enforce-eager", options)]
-
-
-def _blocks(out: Path, room: Room, options: tuple[str, ...]) -> list[Step]:
-    steps = [_model(room)]
-    for size in (16, 64):
-        arguments = f"--no-enforce-eager --block-size {size}"
-        steps += _engine_runs(f"blocks-{size}", out, room, arguments, options, share=0.5)
-    return steps
-
-
-def _model(room: Room) -> Step:
-    return Step("model", ("-m", "bench.gpu.model", "--out", str(room.model)), share=0.3)
-
-
-def _engine_runs(
-    part: str, out: Path, room: Room, arguments: str, options: tuple[str, ...], share: float = 1.0
-) -> list[Step]:
-    """Engines with more ``arguments``, and a check of their hooks."""
-    runs, steps = engines_for(room.gpu_mib), []
+    """Engines, and a check of their hooks."""
+    runs = engines_for(room.gpu_mib)
+    steps = [Step("model", ("-m", "bench.gpu.model", "--out", str(room.model)), share=0.3)]
     for engines in runs:
-        name = part if len(runs) == 1 else f"{part}-{engines.modes}"
+        name = "serve" if len(runs) == 1 else f"serve-{engines.modes}"
         result, logs = out / f"{name}.json", out / f"{name}-logs"
-        measure = (*_measure(engines, room.model, result, logs, arguments), *options)
-        steps.append(Step(name, measure, share=0.8 * share / len(runs)))
+        measure = (*_measure(engines, room.model, result, logs), *options)
+        steps.append(Step(name, measure, share=0.8 / len(runs)))
         traces = logs / f"loopback-b{STEP_TOKENS}" / "trace"
         by_layer = [str(traces / mode) for mode in engines.modes.split(",") if mode != "request"]
         if by_layer:
@@ -181,13 +156,13 @@ def _engine_runs(
     return steps
 
 
-def _measure(engines: Engines, model: Path, result: Path, logs: Path, more: str) -> tuple[str, ...]:
+def _measure(engines: Engines, model: Path, result: Path, logs: Path) -> tuple[str, ...]:
     """The KV cache has a fixed size, because engines that start side by side cannot measure free memory."""
     arguments = (
         "--dtype bfloat16",
         f"--kv-cache-memory-bytes {engines.kv_bytes}",
         f"--gpu-memory-utilization {0.9 / engines.count:.2f}",
-        more,
+        "--no-enforce-eager",
     )
     return (
         *("-m", "bench.serve", "--model", str(model), "--modes", engines.modes, "--compare", "shapes"),
@@ -201,7 +176,5 @@ def _measure(engines: Engines, model: Path, result: Path, logs: Path, more: str)
 _STEPS: Mapping[str, Callable[[Path, Room, tuple[str, ...]], list[Step]]] = {
     "kernels": _kernels,
     "serve": _serve,
-    "eager": _eager,
     "forward": _forward,
-    "blocks": _blocks,
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -44,20 +43,7 @@ def main(
             rich_help_panel=_WHAT,
         ),
     ] = None,
-    concurrency: Annotated[
-        str | None,
-        typer.Option(
-            show_default=False, help="Requests at a time. Default: 1, or none with --rate.", rich_help_panel=_WHAT
-        ),
-    ] = None,
-    rate: Annotated[
-        str | None,
-        typer.Option(
-            show_default=False,
-            help="Requests per second, at random times; in addition to --concurrency.",
-            rich_help_panel=_WHAT,
-        ),
-    ] = None,
+    concurrency: Annotated[str, typer.Option(help="Requests at a time.", rich_help_panel=_WHAT)] = "1",
     background: Annotated[
         str,
         typer.Option(
@@ -121,22 +107,12 @@ def main(
             rich_help_panel=_WHAT,
         ),
     ] = False,
-    at: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="MODE=URL[,...]",
-            help="Measure running servers, one --at for each mode: the URL of a proxy, or of the aggregated engine. "
-            "Optional: prefill=URL and decode=URL of the engines, to read their metrics, and trace=DIR and "
-            "decode-trace=DIR, the trace_dir of P and of D.",
-            rich_help_panel=_ENGINES,
-        ),
-    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="PATH",
             show_default=False,
-            help="Model, with its tokenizer. Default: one that the bench makes; with --at, the server's.",
+            help="Model, with its tokenizer. Default: one that the bench makes.",
             rich_help_panel=_ENGINES,
         ),
     ] = None,
@@ -200,9 +176,6 @@ def main(
     - python -m bench.serve --modes push,layer --links loopback,1gbit --max-num-batched-tokens 256,1024
 
     - python -m bench.serve --modes push,auto,token --lengths 512,4096 --background 0,4
-
-    - python -m bench.serve --lengths 8192 --rate 0.5,1 --at aggregated=http://10.0.0.9:8000
-      --at layer=http://10.0.0.3:8000,prefill=http://10.0.0.1:8000,trace=/shared/trace
     """
     path = out
     if out is None and not quick:
@@ -211,7 +184,7 @@ def main(
         choices = Choices(
             modes=names(modes, list(MODES)),
             lengths=(lengths or (QUICK_LENGTHS if quick else LENGTHS)).split(","),
-            loads=_loads(concurrency, rate, background),
+            loads=[Load(each, background=streams) for streams in _counts(background) for each in numbers(concurrency)],
             step_tokens=numbers(max_num_batched_tokens) if max_num_batched_tokens else None,
             links=[each.strip() for each in links.split(",")] if links else None,
             rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
@@ -220,7 +193,6 @@ def main(
             seed=seed,
             compare=compare,
             corrupt=corrupt,
-            at=at or [],
             model=model,
             shape=shape,
             options=tuple(shlex.split(engine_args)),
@@ -235,28 +207,10 @@ def main(
     raise typer.Exit(run_command(console(), choices))
 
 
-def _loads(concurrency: str | None, rate: str | None, background: str) -> list[Load]:
-    if concurrency is None and rate is None:
-        concurrency = "1"
-    loads = [Load(concurrency=each) for each in (numbers(concurrency) if concurrency else [])]
-    loads += [Load(rate=_positive(each)) for each in (rate.split(",") if rate else [])]
-    return [replace(load, background=count) for count in _counts(background) for load in loads]
-
-
 def _counts(text: str) -> list[int]:
     if wrong := [each for each in text.split(",") if not each.strip().isdigit()]:
         raise ValueError(f"--background: {wrong[0].strip()!r} is no whole number of streams")
     return list(dict.fromkeys(map(int, text.split(","))))
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise ValueError(f"--rate: {text.strip()!r} is no positive number")
-    return number
 
 
 def _pair(option: str, text: str) -> tuple[str, str]:

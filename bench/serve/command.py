@@ -12,16 +12,17 @@ from rich.console import Console
 
 from bench import write
 from bench.provenance import provenance, unplaced
+from bench.serve import page
 from bench.serve.background import BackgroundError
 from bench.serve.driver import Driver, DriverError
 from bench.serve.lineup import DEFAULT_STEP_TOKENS, LAYERPUSH, Lineup, Model, connector_config, longest_prompt
 from bench.serve.measured import RequestsFailedError
 from bench.serve.plan import AGGREGATED, LOOPBACK, Compare, Load, Plan, Setup
-from bench.serve.report import Lines, missed, tables
+from bench.serve.report import Lines, missed
 from bench.serve.results import AUTO, CellResult, by_cell, compared
 from bench.serve.run import Run, WrongAnswersError
 from bench.serve.shapes import DEFAULT_SHAPE, SHAPES, ShapeName, folder
-from bench.serve.site import GivenSite, OwnSite, Site, given
+from bench.serve.site import OwnSite
 from bench.serve.tokenizer import write_tokenizer
 from bench.servers.display import Display
 from bench.servers.engines import SERVED_NAME, EngineFailedError, Place
@@ -51,7 +52,6 @@ class Choices:
     seed: int
     compare: Compare = "aggregated"
     corrupt: bool = False
-    at: Sequence[str] = ()
     model: str | None = None
     shape: ShapeName | None = None
     options: tuple[str, ...] = ()
@@ -64,39 +64,18 @@ class Choices:
         """Raises ``ValueError`` for options that exclude each other. Starts and writes nothing."""
         if self.shape and self.model:
             raise ValueError(f"--shape {self.shape}: --model names another model")
-        if self.at:
-            given(self.at)
         self.plan()
         if unknown := self.extra.keys() - set(self.all_modes):
             raise ValueError(f"--config {unknown.pop()}: is none of the measured modes, {', '.join(self.all_modes)}")
-        ours = {
-            "--shape": self.shape,
-            "--links": self.links,
-            "--max-num-batched-tokens": self.step_tokens,
-            "--engine-args": self.options,
-            "--engine-env": self.variables,
-            "--config": self.extra,
-            "--corrupt": self.corrupt,
-        }
-        if self.at and self.plan().background:
-            lacking = [mode for mode, target in given(self.at).items() if target.decode is None]
-            if lacking:
-                raise ValueError(f"--at {lacking[0]}=...: --background needs the URL of its D: add decode=URL")
-        if self.at and (wrong := [option for option, value in ours.items() if value]):
-            raise ValueError(f"{wrong[0]} is for engines that are started here; engines of --at run already")
 
     @property
     def all_modes(self) -> list[str]:
-        """Aggregated is always the first. With ``--at``: the modes that have a server."""
-        wanted = [mode for mode in self.modes if mode != AGGREGATED]
-        if self.at:
-            there = given(self.at)
-            wanted = [mode for mode in wanted if mode in there]
-        return [AGGREGATED, *wanted]
+        """Aggregated is always the first."""
+        return [AGGREGATED, *(mode for mode in self.modes if mode != AGGREGATED)]
 
     def engine_model(self) -> Model | None:
         """A model that the user has on disk. Raises ``ValueError``."""
-        return None if self.at or self.model is None else Model.of_directory(Path(self.model).resolve())
+        return None if self.model is None else Model.of_directory(Path(self.model).resolve())
 
     @property
     def shape_name(self) -> ShapeName:
@@ -109,7 +88,7 @@ class Choices:
 
     def plan(self) -> Plan:
         """Raises ``ValueError``."""
-        steps: Sequence[int | None] = [None] if self.at else self.step_tokens or [DEFAULT_STEP_TOKENS]
+        steps = self.step_tokens or [DEFAULT_STEP_TOKENS]
         return Plan(
             modes=self.all_modes,
             lengths=list(dict.fromkeys(map(self._length, self.lengths))),
@@ -129,12 +108,10 @@ class Choices:
             mode: connector_config(mode, self.extra) if mode in LAYERPUSH else dict(self.extra.get(mode, {}))
             for mode in plan.pop("modes")
         }
-        engines = {"at": list(self.at), "model": self.model, "shape": self.shape, "options": list(self.options)}
+        engines = {"model": self.model, "shape": self.shape, "options": list(self.options)}
         return {"modes": modes, **plan, **engines, "variables": dict(self.variables), "corrupt": self.corrupt}
 
     def _length(self, text: str) -> int:
-        if text.strip() == LONGEST and self.at:
-            raise ValueError(f"--lengths {LONGEST}: the limit of engines of --at is not known here")
         model = self.engine_model()
         longest = self.own_shape.max_positions if model is None else model.longest
         limit = longest_prompt(longest, self.answer_tokens)
@@ -142,7 +119,7 @@ class Choices:
             return limit
         if not text.strip().isdigit() or not int(text):
             raise ValueError(f"--lengths: {text.strip()!r} is no positive whole number, and not {LONGEST}")
-        if not self.at and int(text) > limit:
+        if int(text) > limit:
             raise ValueError(f"--lengths {int(text)}: the model takes {limit} tokens and an answer; write {LONGEST}")
         return int(text)
 
@@ -159,16 +136,17 @@ def run_command(console: Console, choices: Choices) -> int:
                 run.measure()
             cells = [cell for setup in plan.setups for cell in plan.cells(setup)]
             results = by_cell(cells, plan.modes, run.calls)
-            console.print(*tables(results), sep="\n")
+            named = None if choices.model is None else unplaced(str(choices.model))
+            said = choices.settings() | {"model": named}
+            head = about | {"settings": said, "model": named or _about_model(choices.own_shape)}
+            result = _result(head | {"seconds": round(time.monotonic() - began)}, plan, results)
+            console.print(page.tables(result), markup=False, soft_wrap=True)
             if not compared(results, plan.right):
                 console.print("No answer is compared: no two modes compute in the same shapes")
             if AUTO in plan.modes:
                 console.print(*(missed(results) or ["All modes are within their limits"]), sep="\n", markup=False)
             if choices.out is not None:
-                named = None if choices.model is None else unplaced(str(choices.model))
-                said = choices.settings() | {"model": named}
-                head = about | {"settings": said, "model": named or _about_model(choices.own_shape)}
-                _write(choices.out, head | {"seconds": round(time.monotonic() - began)}, plan, results)
+                write(choices.out, result)
                 console.print(f"Written: {choices.out}")
     except Interrupted as interrupted:
         console.print(f"[yellow]{interrupted}; all servers are down.[/]")
@@ -182,10 +160,7 @@ def run_command(console: Console, choices: Choices) -> int:
     return 0
 
 
-def _site(console: Console, choices: Choices, plan: Plan, interrupts: Interrupts, work: Path) -> Site:
-    if choices.at:
-        served = [] if choices.model is None else ["--tokenizer", choices.model]
-        return GivenSite(given(choices.at), served)
+def _site(console: Console, choices: Choices, plan: Plan, interrupts: Interrupts, work: Path) -> OwnSite:
     model = choices.engine_model()
     if model is None:
         shape = choices.own_shape
@@ -199,7 +174,7 @@ def _site(console: Console, choices: Choices, plan: Plan, interrupts: Interrupts
             max(plan.lengths),
             plan.answer_tokens,
             plan.streams,
-            setup.step_tokens or DEFAULT_STEP_TOKENS,
+            setup.step_tokens,
             traces,
             *places,
             options=choices.options,
@@ -224,8 +199,7 @@ def _about_model(shape: ModelShape) -> dict[str, Any]:
     return {**asdict(shape), "kv_bytes_per_token": shape.kv_bytes_per_token}
 
 
-def _write(path: Path, head: Mapping[str, Any], plan: Plan, results: Sequence[CellResult]) -> None:
+def _result(head: Mapping[str, Any], plan: Plan, results: Sequence[CellResult]) -> dict[str, Any]:
     unlike = sum(1 for result in results for _ in result.wrong())
     answers = {"compared": compared(results, plan.right), "wrong": 0, "unlike_aggregated": unlike}
-    body = {"answers": answers, "cells": [result.as_json() for result in results]}
-    write(path, {**head, **body})
+    return {**head, "answers": answers, "cells": [result.as_json() for result in results]}

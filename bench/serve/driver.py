@@ -30,18 +30,13 @@ class DriverError(RuntimeError):
 
 def arguments(plan: Plan, call: Call, url: str, model: Sequence[str], prompts: int | None = None) -> list[str]:
     """Arguments of one call of ``vllm bench serve``, without the result's path. ``model``: those for the model."""
-    load = call.cell.load
-    if load.rate is None:
-        pace = ["--max-concurrency", str(load.concurrency)]
-    else:
-        pace = ["--request-rate", format(load.rate, "g")]
     return [
         *("--backend", "openai", "--base-url", url, *model),
         *("--dataset-name", "random", "--random-input-len", str(call.cell.prompt_tokens)),
         *("--random-output-len", str(plan.answer_tokens), "--ignore-eos", "--temperature", "0"),
         *("--extra-body", '{"skip_special_tokens": false}'),
         *("--num-prompts", str(prompts or plan.prompts(call)), "--seed", str(plan.seed_of(call))),
-        *pace,
+        *("--max-concurrency", str(call.cell.load.concurrency)),
     ]
 
 

@@ -110,9 +110,8 @@ def _check(result: Result) -> None:
 
 
 def _pace(cell: Cell) -> str:
-    """The requests at a time, or in a second."""
-    rate = cell["request_rate"]
-    pace = f"{cell['concurrency']} at a time" if rate is None else f"{rate:g} requests per second"
+    """The requests at a time."""
+    pace = f"{cell['concurrency']} at a time"
     streams = cell.get("background_streams")
     return f"{pace}, D decodes {streams} streams" if streams else pace
 

@@ -29,34 +29,29 @@ COMPARE: dict[Compare, str] = {
 
 @dataclass(frozen=True)
 class Load:
-    """``concurrency`` requests at a time, or Poisson arrivals at ``rate`` per second: one of the two.
+    """``concurrency`` requests at a time. Meanwhile D decodes ``background`` other streams."""
 
-    Meanwhile D decodes ``background`` other streams.
-    """
-
-    concurrency: int | None = None
-    rate: float | None = None
+    concurrency: int = 1
     background: int = 0
 
     def __str__(self) -> str:
-        pace = f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} per second"
+        pace = f"{self.concurrency} at a time"
         return f"{pace}, D decodes {self.background} streams" if self.background else pace
 
     @property
     def key(self) -> str:
-        pace = f"c{self.concurrency}" if self.rate is None else f"r{self.rate:g}"
-        return f"{pace}-d{self.background}" if self.background else pace
+        return f"c{self.concurrency}" + (f"-d{self.background}" if self.background else "")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Each setup needs engines of its own. ``step_tokens`` None: the user's engines decide."""
+    """Each setup needs engines of its own."""
 
     link: str
-    step_tokens: int | None
+    step_tokens: int
 
     def __str__(self) -> str:
-        return self.link if self.step_tokens is None else f"{self.link}, {self.step_tokens} tokens a step"
+        return f"{self.link}, {self.step_tokens} tokens a step"
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class Cell:
     @property
     def key(self) -> str:
         """A name for files."""
-        return f"{self.setup.link}-b{self.setup.step_tokens or 0}-p{self.prompt_tokens}-{self.load.key}"
+        return f"{self.setup.link}-b{self.setup.step_tokens}-p{self.prompt_tokens}-{self.load.key}"
 
     def __str__(self) -> str:
         return f"{self.prompt_tokens} tokens, {self.load}, {self.setup}"
@@ -117,15 +112,15 @@ class Plan:
 
     def warm_up(self, setup: Setup, mode: str) -> Call:
         """A call with the longest prompts and the highest concurrency. It makes handshakes and touches KV memory."""
-        widest = max(self.loads, key=lambda load: load.concurrency or 1)
+        widest = max(self.loads, key=lambda load: load.concurrency)
         return Call(Cell(setup, max(self.lengths), widest), self.rounds, mode)
 
     def prompts(self, call: Call) -> int:
         """The number of requests of a call."""
-        return self.requests * (call.cell.load.concurrency or 1)
+        return self.requests * call.cell.load.concurrency
 
     def seed_of(self, call: Call) -> int:
-        """The seed of a call's prompts and arrivals: equal in all modes of a round, different between rounds."""
+        """The seed of a call's prompts: equal in all modes of a round, different between rounds."""
         return self.seed + call.round
 
     def right(self, mode: str) -> str:
@@ -140,8 +135,8 @@ class Plan:
 
     @property
     def streams(self) -> int:
-        """The most concurrent requests that are measured; a load with a rate counts as 4."""
-        return max(load.concurrency or 4 for load in self.loads)
+        """The most concurrent requests that are measured."""
+        return max(load.concurrency for load in self.loads)
 
     @property
     def background(self) -> int:

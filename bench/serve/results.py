@@ -210,7 +210,6 @@ class CellResult:
             "max_num_batched_tokens": setup.step_tokens,
             "prompt_tokens": self.cell.prompt_tokens,
             "concurrency": load.concurrency,
-            "request_rate": load.rate,
             "background_streams": load.background,
             "rounds": len(self.calls[AGGREGATED]),
             "requests": len(self.calls[AGGREGATED][0].ttft_ms),

@@ -1,4 +1,4 @@
-"""The servers of a run, started here or given by the user, and the URLs of their metrics."""
+"""The servers of a run, and the URLs of their metrics."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from bench.serve.lineup import Lineup
-from bench.serve.plan import AGGREGATED, LOOPBACK, MODES, Setup
+from bench.serve.plan import LOOPBACK, Setup
 from bench.serve.turns import Turns
 from bench.servers.display import Display
 from bench.servers.engines import Engine, EngineGroup, Place
 from bench.servers.interrupts import Interrupts
 from bench.servers.workspace import places_of
 
-PARTS = ("prefill", "decode", "trace", "decode-trace")
 GIB = 1 << 30
 
 
@@ -154,65 +152,6 @@ class OwnSite:
         if engines:
             with self._display.starting(engines) as on_ready:
                 group.wait_ready(engines, on_ready)
-
-
-class GivenSite:
-    """Running servers of the user."""
-
-    def __init__(self, targets: Targets, served: Sequence[str]) -> None:
-        self.model = served
-        self._targets = targets
-
-    @contextlib.contextmanager
-    def up(self, setup: Setup, modes: Sequence[str]) -> Iterator[Targets]:  # noqa: ARG002  # they run already
-        yield {mode: self._targets[mode] for mode in modes}
-
-    def only(self, mode: str) -> None:
-        """Does nothing: the user's servers always run."""
-
-    def check(self) -> None:
-        """Does nothing: a request to a dead server fails."""
-
-
-def given(texts: Sequence[str]) -> dict[str, Target]:
-    """Read ``MODE=URL[,prefill=URL][,decode=URL][,trace=DIR][,decode-trace=DIR]``, one for each mode.
-
-    Raises ``ValueError``.
-    """
-    targets: dict[str, Target] = {}
-    for text in texts:
-        first, *rest = text.split(",")
-        mode, _, url = first.partition("=")
-        if mode not in MODES:
-            raise ValueError(f"--at {text}: {mode!r} is no mode; they are {', '.join(MODES)}")
-        if mode in targets:
-            raise ValueError(f"--at {text}: {mode} is given twice")
-        parts = dict(part.partition("=")[::2] for part in rest)
-        if unknown := parts.keys() - set(PARTS):
-            raise ValueError(f"--at {text}: {unknown.pop()!r} is none of {', '.join(PARTS)}")
-        for each in (url, *(parts[name] for name in ("prefill", "decode") if name in parts)):
-            if urlsplit(each).scheme not in ("http", "https") or not urlsplit(each).netloc:
-                raise ValueError(f"--at {text}: {each!r} is no URL; write http://HOST:PORT")
-        traces = {name: Path(parts[name]) for name in ("trace", "decode-trace") if name in parts}
-        for name, directory in traces.items():
-            if not directory.is_dir():
-                whose = "P" if name == "trace" else "D"
-                raise ValueError(f"--at {text}: there is no directory {directory}; it is {whose}'s trace_dir")
-        urls = {name: parts[name].rstrip("/") for name in ("prefill", "decode") if name in parts}
-        prefill = url.rstrip("/") if mode == AGGREGATED else urls.get("prefill")
-        transfers = urls.get("decode") if mode == "pull" else urls.get("prefill")
-        targets[mode] = Target(
-            mode,
-            url.rstrip("/"),
-            prefill,
-            transfers,
-            traces.get("trace"),
-            decode_trace=traces.get("decode-trace"),
-            decode=url.rstrip("/") if mode == AGGREGATED else urls.get("decode"),
-        )
-    if AGGREGATED not in targets:
-        raise ValueError(f"--at: {AGGREGATED}=URL is missing; the answers of all others are compared with its answers")
-    return targets
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:

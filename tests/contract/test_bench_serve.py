@@ -47,11 +47,11 @@ def healthy(url: str) -> bool:
     return False
 
 
-def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, urls: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
     tokenizer = write_tokenizer(tmp_path / "words", 512, 4096, DEMO_SHAPE.config())
     words = ["--model", str(tokenizer), "--lengths", "64", "--rounds", str(ROUNDS), "--requests", "2", *arguments]
     return subprocess.Popen(
-        [sys.executable, "-m", "bench.serve", *words],
+        [sys.executable, "-m", "tests.contract.stubsite", json.dumps(urls), *words],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -60,8 +60,8 @@ def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def bench(tmp_path: Path, *arguments: str) -> tuple[int, str]:
-    process = start(tmp_path, *arguments)
+def bench(tmp_path: Path, urls: dict[str, str], *arguments: str) -> tuple[int, str]:
+    process = start(tmp_path, urls, *arguments)
     said, _ = process.communicate(timeout=SECONDS)
     return process.returncode, said
 
@@ -71,8 +71,8 @@ def bench(tmp_path: Path, *arguments: str) -> tuple[int, str]:
 def test_the_result_has_every_sample_and_its_conditions(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     with stub() as one, stub() as other:
-        arguments = ("--at", f"aggregated={one}", "--at", f"layer={other}", "--concurrency", "1,2", "--out", str(out))
-        status, said = bench(tmp_path, *arguments)
+        arguments = ("--modes", "layer", "--concurrency", "1,2", "--out", str(out))
+        status, said = bench(tmp_path, {"aggregated": one, "layer": other}, *arguments)
     assert status == 0, said
     written = json.loads(out.read_text())
     assert {"argv", "git_sha", "versions", "machine", "seed", "settings", "answers", "cells"} <= set(written)
@@ -90,7 +90,7 @@ def test_the_result_has_every_sample_and_its_conditions(tmp_path: Path) -> None:
             assert found["tpot_ms"]["p50"] >= 0
             assert found["exposed_ms"] is None
         assert cell["ratios"]["ttft_ms"]["layer/aggregated"]["ratio"] > 0
-    assert "to aggregated" in said
+    assert "Time to first token" in said
     assert [path.name for path in tmp_path.iterdir() if path.name != "words"] == ["serve.json"]
 
 
@@ -99,8 +99,8 @@ def test_the_result_has_every_sample_and_its_conditions(tmp_path: Path) -> None:
 def test_a_different_answer_ends_the_benchmark_without_a_result(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     with stub() as one, stub("other") as other:
-        arguments = ("--at", f"aggregated={one}", "--at", f"layer={other}", "--out", str(out))
-        status, said = bench(tmp_path, *arguments)
+        arguments = ("--modes", "layer", "--out", str(out))
+        status, said = bench(tmp_path, {"aggregated": one, "layer": other}, *arguments)
     assert status == 1, said
     assert "' other0 other1" in said
     assert "Nothing is written" in said
@@ -112,7 +112,7 @@ def test_a_different_answer_ends_the_benchmark_without_a_result(tmp_path: Path) 
 def test_an_interrupted_run_ends_its_client_and_writes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     with stub() as one, stub() as other:
-        process = start(tmp_path, "--at", f"aggregated={one}", "--at", f"layer={other}", "--out", str(out))
+        process = start(tmp_path, {"aggregated": one, "layer": other}, "--modes", "layer", "--out", str(out))
         until(lambda: children(process.pid), seconds=SECONDS)
         client = children(process.pid)
         process.send_signal(signal.SIGINT)

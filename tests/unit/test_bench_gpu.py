@@ -60,7 +60,7 @@ def steps(part: str, gpu_mib: int = H200, *options: str) -> list[Step]:
 
 def test_every_part_lists_its_modules_and_writes_its_result_into_the_folder() -> None:
     assert set(PARTS) == set(NEEDED_MODULES)
-    results = {"kernels": "kernel", "blocks": "blocks-16"}
+    results = {"kernels": "kernel"}
     for part in PARTS:
         result = results.get(part, part)
         assert any(f"/out/{result}.json" in step.arguments for step in steps(part)), part
@@ -70,9 +70,8 @@ def test_every_part_lists_its_modules_and_writes_its_result_into_the_folder() ->
 @pytest.mark.parametrize("gpu_mib", [H200, H100])
 def test_every_command_is_valid(tmp_path: Path, part: str, gpu_mib: int) -> None:
     """The folders of the traces exist."""
-    for name in ("serve", "eager", "blocks-16", "blocks-64"):
-        for run in (name, f"{name}-token", f"{name}-request"):
-            (tmp_path / f"{run}-logs/loopback-b{STEP_TOKENS}/trace").mkdir(parents=True)
+    for run in ("serve", "serve-token", "serve-request"):
+        (tmp_path / f"{run}-logs/loopback-b{STEP_TOKENS}/trace").mkdir(parents=True)
     for step in steps_of(part, tmp_path, Room(gpu_mib, tmp_path), ()):
         check(Command(("python", *step.arguments), ()))
 
@@ -107,24 +106,15 @@ def options_of(step: Step) -> list[str]:
     return step.arguments[step.arguments.index("--engine-args") + 1].split()
 
 
-@pytest.mark.parametrize(
-    ("part", "given"),
-    [
-        ("serve", [["--no-enforce-eager"]]),
-        ("eager", [["--enforce-eager"]]),
-        ("blocks", [["--no-enforce-eager", "--block-size", size] for size in ("16", "64")]),
-    ],
-)
-def test_engines_run_with_and_without_graphs_and_with_other_block_sizes(part: str, given: list[list[str]]) -> None:
+def test_engines_run_with_graphs() -> None:
     """Their answers are compared with a mode of the same shapes, and their hooks are checked."""
-    every = steps(part)
-    serving = [step for step in every if step.arguments[1] == "bench.serve"]
-    assert [options_of(step)[-len(words) :] for step, words in zip(serving, given, strict=True)] == given
-    for step in serving:
-        assert step.arguments[step.arguments.index("--compare") + 1] == "shapes"
-        logs = step.arguments[step.arguments.index("--keep-logs") + 1]
-        hooks = next(each for each in every if each.name == f"{step.name}-hooks")
-        assert hooks.arguments[-1] == f"{logs}/loopback-b{STEP_TOKENS}/trace/auto"
+    every = steps("serve")
+    (step,) = (step for step in every if step.arguments[1] == "bench.serve")
+    assert options_of(step)[-1] == "--no-enforce-eager"
+    assert step.arguments[step.arguments.index("--compare") + 1] == "shapes"
+    logs = step.arguments[step.arguments.index("--keep-logs") + 1]
+    hooks = next(each for each in every if each.name == f"{step.name}-hooks")
+    assert hooks.arguments[-1] == f"{logs}/loopback-b{STEP_TOKENS}/trace/auto"
 
 
 def push_of(chunks: list[tuple[int, int, bool]], swept: set[int], mode: str = "auto") -> PushRecord:
@@ -153,10 +143,6 @@ def test_layers_without_a_hook_call_are_reported(
 ) -> None:
     """A replayed step of few tokens calls no hook, and a cached chunk has no step."""
     assert problems([push_of(chunks, swept, mode)]) == said
-
-
-def test_the_parts_with_engines_come_before_those_without() -> None:
-    assert list(PARTS)[:3] == ["kernels", "serve", "eager"]
 
 
 @pytest.mark.parametrize("gpu_mib", [H200, H100])
@@ -393,7 +379,7 @@ def test_the_command_reports_a_gpu_without_room_for_engines(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["kernel"], "none of kernels, serve, eager, forward, blocks, all"),
+        (["kernel"], "none of kernels, serve, forward, all"),
         (["forward", "--option", "froward=--quick"], "PART=TEXT"),
         (["forward", "--option", "forward"], "PART=TEXT"),
         (["forward", "--minutes", "0"], "--minutes"),

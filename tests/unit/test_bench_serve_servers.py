@@ -28,7 +28,6 @@ from bench.serve.scrape import (
     Tally,
     thread_cpu_s,
 )
-from bench.serve.site import given
 from bench.servers.engines import Place
 from layerpush.engine.worker.thread_name import name_this_thread
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
@@ -136,41 +135,6 @@ def test_a_model_of_the_user_is_read_from_its_directory(tmp_path: Path) -> None:
     assert "--kv-cache-memory-bytes" not in lineup(model=model).prefill("layer").command(1)
     with pytest.raises(ValueError, match=r"config\.json"):
         Model.of_directory(tmp_path / "nothing")
-
-
-def test_running_servers_are_read_from_the_options(tmp_path: Path) -> None:
-    texts = [
-        "aggregated=http://a:1/",
-        f"layer=http://proxy:1,prefill=http://p:2,trace={tmp_path},decode-trace={tmp_path / 'd'}",
-        "pull=http://q:3,prefill=http://r:4,decode=http://s:5",
-        "push=http://t:6,prefill=http://u:7",
-    ]
-    (tmp_path / "d").mkdir()
-    targets = given(texts)
-    assert (targets["layer"].decode_trace, targets["push"].decode_trace) == (tmp_path / "d", None)
-    assert (targets["aggregated"].url, targets["aggregated"].prefill) == ("http://a:1", "http://a:1")
-    assert targets["aggregated"].transfers is None
-    assert (targets["layer"].prefill, targets["layer"].trace) == ("http://p:2", tmp_path)
-    assert (targets["pull"].transfers, targets["push"].transfers) == ("http://s:5", "http://u:7")
-    assert targets["push"].processes() == []
-
-
-@pytest.mark.parametrize(
-    ("texts", "said"),
-    [
-        (["layer=http://proxy:1"], "aggregated=URL is missing"),
-        (["aggregated=http://a:1", "layers=http://proxy:1"], "'layers' is no mode"),
-        (["aggregated=http://a:1", "aggregated=http://b:1"], "given twice"),
-        (["aggregated=a:1"], "no URL"),
-        (["aggregated=http://a:1", "layer=http://b:1,prefil=http://c:1"], "'prefil' is none of prefill, decode, trace"),
-        (["aggregated=http://a:1", "layer=http://b:1,prefill=c"], "no URL"),
-        (["aggregated=http://a:1", "layer=http://b:1,trace=/nothing"], "no directory /nothing; it is P's"),
-        (["aggregated=http://a:1", "layer=http://b:1,decode-trace=/nothing"], "no directory /nothing; it is D's"),
-    ],
-)
-def test_wrong_options_for_running_servers_are_refused(texts: list[str], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        given(texts)
 
 
 @contextlib.contextmanager
