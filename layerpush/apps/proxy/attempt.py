@@ -92,8 +92,7 @@ class Attempt:
         try:
             return decode.result()
         except LegFailedError as failure:
-            is_pushed = prefill.done() and not prefill.cancelled() and prefill.exception() is None
-            if not (is_pushed or failure.is_lost):
+            if not prefill.done() or prefill.cancelled() or prefill.exception() is not None:
                 failure.suspects = (engine, self.decode)
             raise
 

@@ -104,7 +104,6 @@ class Relay:
                     return await attempt.send()
                 except LegFailedError as error:
                     failure = error.with_traceback(None)  # the frames in it hold the body
-                    failure.__context__ = None
                     self._note(failure)
                     suspects.update(failure.suspects)
                     if not failure.is_lost:
