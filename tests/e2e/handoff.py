@@ -151,6 +151,7 @@ def send(
             assert finished.kv_transfer_params is not None
             p.hold()
             p.step()  # this step reports the end of the request to P's worker, if no earlier step has
+            p.poll_until(probes.has_taken_steps)
             p.run()
             d.add(handoff.to_d(finished.kv_transfer_params))
         case "together":

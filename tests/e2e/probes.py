@@ -138,6 +138,14 @@ def has_registration(host: HostedEngine, decode_id: str) -> bool:
     return connector_worker() is None or bool(mentions(host, [decode_id], BOUNDED_MEMORIES))
 
 
+def has_taken_steps(host: HostedEngine) -> bool:
+    """Whether P's writer thread has taken the events of all steps. It takes messages that come later after them. True
+    for a P whose worker is out of sight, or stock.
+    """
+    worker = connector_worker()
+    return worker is None or not worker.step_events.pending
+
+
 def log_an_error(host: HostedEngine) -> None:
     logging.getLogger("vllm.engine").error("this is a test of the log check")
 
