@@ -27,6 +27,7 @@ from layerpush.core.push_policy import Policy
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.wire import Registration
 from layerpush.decode.loads import Loads
+from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.engine.unreported_aborts import UnreportedAborts
 from layerpush.engine.worker.inbox import Inbox
@@ -56,6 +57,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 class Quiet:
     """The worker and the network, in which nothing happens. One prefill engine is connected."""
+
+    engine_id, world_size, tp_rank = "D", 1, 0
 
     def __init__(self) -> None:
         self.queued: deque[tuple[str, Any]] = deque()
@@ -105,8 +108,9 @@ class Rank:
         steps = self.steps
         claims = Claims(self.pushes, connections, quiet, errors, str, lambda: steps.steps, 60.0)
         self.pushes.registry = claims
-        peers = PrefillPeers("D", connections, PeerWatch(PEER_TIMEOUT_S), quiet.probe, quiet, recorder)
-        self.loads = Loads("D", 1, PEER_TIMEOUT_S, peers, quiet, errors, recorder)
+        peers = PrefillPeers(quiet, connections, PeerWatch(PEER_TIMEOUT_S), quiet.probe, recorder)
+        outcomes = Outcomes(quiet, 0, quiet.any, trace, recorder)
+        self.loads = Loads(quiet, PEER_TIMEOUT_S, peers, outcomes, errors)
         idle = IdleConnections("D", connections, quiet.probe, lambda: {"P"}, float)
         inbox = Inbox(quiet, claims, self.loads, idle, quiet.any, errors, quiet.any)
         self.writer = WriterThread(

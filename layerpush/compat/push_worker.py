@@ -418,16 +418,19 @@ class VllmPushWorker(NixlPushConnectorWorker):
             self._noted = None
         return noted
 
-    # Writer thread: loads (layerpush.decode.outcomes.LoadHost), and messages that vLLM reads.
+    # Writer thread: loads, and messages that vLLM reads.
 
     def knows(self, request_id: str) -> bool:
+        """Whether the engine's main thread tracks the request: an outcome before that would be lost."""
         return request_id in self._recving_metadata
 
-    def loaded(self, completions: list[bytes]) -> None:
+    def loaded(self, completions: Sequence[bytes]) -> None:
+        """Every byte of a load is there. The notifications of the prefill ranks, as they came."""
         for completion in completions:
             self.pass_on(completion)
 
     def failed(self, request_id: str) -> None:
+        """A load failed: vLLM applies ``kv_load_failure_policy`` to the request."""
         self._failed_recv_reqs.put(request_id)
 
     def heartbeat(self, message: Heartbeat) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
+from layerpush.core.load_news import LoadQueued
 from layerpush.core.wire import (
     Accepted,
     Cancel,
@@ -31,13 +33,14 @@ from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.peers import Address, Rank
 
+if TYPE_CHECKING:
+    from layerpush.compat.push_worker import VllmPushWorker
+
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Load:
-    """``payload`` is the registration as it is sent. ``world_size`` is the number of this engine's tensor-parallel
-    ranks: it determines the number of completions that a load needs.
-    """
+    """``payload`` is the registration as it is sent."""
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class Load:
         address: Address,
         session: LoadSession,
         record: LoadRecord,
-        world_size: int,
+        worker: VllmPushWorker,
         peers: PrefillPeers,
         outcomes: Outcomes,
     ) -> None:
@@ -56,7 +59,7 @@ class Load:
         self.ranks: dict[str, Rank] = {}
         self._payload = payload
         self._record = record
-        self._world_size = world_size
+        self._worker = worker
         self._peers = peers
         self._outcomes = outcomes
         self._completions: list[bytes] = []
@@ -86,7 +89,7 @@ class Load:
             case Completion():
                 if sender in self.session.open_agents:
                     self._completions.append(payload)
-                needed = self.address.pp_size * max(1, message.world_size // self._world_size)
+                needed = self.address.pp_size * max(1, message.world_size // self._worker.world_size)
                 self.handle(load_protocol.AgentCompleted(sender, needed), now)
             case Fail():
                 self.handle(load_protocol.AgentFailed(sender, message.reason, message.drained), now)
@@ -102,7 +105,7 @@ class Load:
                 self.handle(load_protocol.TokenArrived(sender, message.token), now)
             case Queued():
                 if self.session.state is State.WAITING:
-                    self._peers.host.queued(message.request_id, message.computed)
+                    self._outcomes.report(LoadQueued(message.request_id, frozenset(message.computed)))
             case Unregistered():
                 if message.attempt == self.registration.attempt:
                     self.handle(load_protocol.AgentUnregistered(sender), now)
@@ -122,7 +125,7 @@ class Load:
         if self.session.state is not State.REGISTERING:
             return
         engine_id, peers = self.address.engine_id, self._peers
-        error = error or peers.host.mismatch(engine_id)
+        error = error or self._worker.mismatch(engine_id)
         if error is None:
             if not again:
                 peers.reconnected(engine_id)
@@ -199,7 +202,7 @@ class Load:
                 mine.prompt_digest,
                 mine.transfer_id,
             )
-            self._peers.host.decline(self.address, Decline(*names))
+            self._peers.decline(self.address, Decline(*names))
 
     def _log(self, level: int, reason: str) -> None:
         engine_id = self.address.engine_id

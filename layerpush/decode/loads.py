@@ -16,14 +16,15 @@ The writer thread calls everything here, but for ``engines_in_use`` and ``len``.
 tasks and messages: it gives sessions the time, and delivers outcomes to vLLM's inboxes.
 
 A completion takes this way: ``worker.inbox`` -> ``Loads.on_message`` -> ``Load.on_message`` -> ``LoadSession`` ->
-``Outcomes.add``; then, in the same turn of the writer, ``Loads.tick`` -> ``Outcomes.tick`` -> ``LoadHost.loaded``.
+``Outcomes.add``; then, in the same turn of the writer, ``Loads.tick`` -> ``Outcomes.tick`` ->
+``VllmPushWorker.loaded``.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerpush.core.wire import (
     Cancelled,
@@ -40,12 +41,14 @@ from layerpush.decode.early_messages import EarlyMessage, EarlyMessages, LoadMes
 from layerpush.decode.load import Load
 from layerpush.decode.load_protocol import Aborted, Event, GaveWay, State, Tick, TimedOut
 from layerpush.decode.load_session import LoadSession
-from layerpush.decode.outcomes import LoadHost, Outcomes
+from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
-from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.peers import Address
+
+if TYPE_CHECKING:
+    from layerpush.compat.push_worker import VllmPushWorker
 
 OUTCOME_POLL_S = 1e-3
 """Nothing reports that vLLM's main thread knows a request by now."""
@@ -54,29 +57,24 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Loads:
-    """See the module's text. ``world_size`` is the number of this engine's tensor-parallel ranks. A failed load waits
-    for answers to its ``Cancel`` for ``cancel_timeout_s`` seconds.
-    """
+    """See the module's text. A failed load waits for answers to its ``Cancel`` for ``cancel_timeout_s`` seconds."""
 
     def __init__(
         self,
-        engine_id: str,
-        world_size: int,
+        worker: VllmPushWorker,
         cancel_timeout_s: float,
         peers: PrefillPeers,
-        host: LoadHost,
+        outcomes: Outcomes,
         peer_errors: PeerErrors,
-        recorder: Recorder,
     ) -> None:
         self.peers = peers
-        self._engine_id = engine_id
-        self._world_size = world_size
+        self._worker = worker
         self._cancel_timeout_s = cancel_timeout_s
         self._peer_errors = peer_errors
         self._open: dict[str, Load] = {}
         self._deadlines = Deadlines()
         self._early = EarlyMessages()
-        self._outcomes = Outcomes(host, recorder)
+        self._outcomes = outcomes
 
     def __len__(self) -> int:
         return len(self._open)
@@ -117,7 +115,7 @@ class Loads:
         record.blocks = registration.blocks
         session = LoadSession(request_id, self._cancel_timeout_s)
         load = self._open[request_id] = Load(
-            registration, payload, address, session, record, self._world_size, self.peers, self._outcomes
+            registration, payload, address, session, record, self._worker, self.peers, self._outcomes
         )
         load.register(self._on_registered, now)
 
@@ -214,4 +212,4 @@ class Loads:
             self.peers.remove(load.address.engine_id, load.session.agents)
 
     def _record(self, request_id: str, now: float) -> LoadRecord:
-        return LoadRecord(request_id=request_id, engine_id=self._engine_id, t_awaited=now)
+        return LoadRecord(request_id=request_id, engine_id=self._worker.engine_id, t_awaited=now)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from layerpush.core import liveness
 from layerpush.core.liveness import PeerWatch, Verdict
-from layerpush.core.wire import PeerMessage, Ping, encode, encode_heartbeat, encode_quietly
+from layerpush.core.wire import Decline, PeerMessage, Ping, WireError, encode, encode_heartbeat, encode_quietly
 from layerpush.decode import load_protocol
-from layerpush.decode.outcomes import LoadHost
 from layerpush.telemetry.metrics.catalog import LOST_PEERS
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.transport.connections import Connections, Probe
 from layerpush.transport.peers import Address, Rank
+
+if TYPE_CHECKING:
+    from layerpush.compat.push_worker import VllmPushWorker
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -35,21 +37,32 @@ class PrefillPeers:
 
     def __init__(
         self,
-        engine_id: str,
+        worker: VllmPushWorker,
         connections: Connections,
         watch: PeerWatch,
         probe: Probe,
-        host: LoadHost,
         recorder: Recorder,
     ) -> None:
         self.connections = connections
         connections.on_lost = self._connection_lost
-        self.host = host
-        self._engine_id = engine_id
+        self._worker = worker
         self._watch = watch
         self._probe = probe
         self._recorder = recorder
         self._pings = 0
+
+    def decline(self, address: Address, message: Decline) -> None:
+        """Report to every rank of a prefill engine, connected or not, that this engine will not load a request. One
+        rank of this engine does. If the prefill engine cannot be reached, its lease ends.
+        """
+        if self._worker.tp_rank:
+            return
+        try:
+            payload = encode_quietly(message)
+        except WireError as error:  # P could not read the request's name
+            logger.warning("layerpush: cannot decline %s: %s", message.request_id, error)
+            return
+        self.connections.notify_by_search(address, payload)
 
     # Agents.
 
@@ -134,7 +147,9 @@ class PrefillPeers:
             match action:
                 case liveness.SendPing(engine_id, agent, speaks_layerpush):
                     self._pings += 1
-                    ping = encode(Ping(self._engine_id, self._pings)) if speaks_layerpush else encode_heartbeat(())
+                    ping = (
+                        encode(Ping(self._worker.engine_id, self._pings)) if speaks_layerpush else encode_heartbeat(())
+                    )
                     self._send(engine_id, agent, ping, now)
                 case liveness.StartProbe(engine_id, agent):
                     self._start_probe(engine_id, agent, loads)

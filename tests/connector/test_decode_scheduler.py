@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeVar
 import pytest
 
 from layerpush.compat.metadata import ABORTED, LoadCancelled, PushDeclined
-from layerpush.compat.worker_report import LoadCleared, LoadParked, LoadToken, WorkerReport
+from layerpush.compat.worker_report import WorkerReport
+from layerpush.core.load_news import LoadCleared, LoadParked, LoadToken
 from layerpush.core.request_names import Arrived
 from layerpush.core.wire import PROTOCOL_VERSION
 from layerpush.engine.scheduler.scheduler import LayerwisePushScheduler

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from layerpush.compat.worker_report import LoadToken, WorkerReport
+from layerpush.compat.worker_report import WorkerReport
 from layerpush.core.first_token import Missing
+from layerpush.core.load_news import LoadToken
 from tests.connector.conftest import PORTS
 from tests.connector.engine import BLOCK_SIZE, BLOCKS, cache_config, config_of
 

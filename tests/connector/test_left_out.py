@@ -12,8 +12,9 @@ from layerpush.compat.early_answer import MARK
 from layerpush.compat.handshake_executor import HandshakeExecutor
 from layerpush.compat.metadata import LoadPostponed
 from layerpush.compat.patches import Process
-from layerpush.compat.worker_report import LoadQueued, PushWithdrawn, WorkerReport
+from layerpush.compat.worker_report import PushWithdrawn, WorkerReport
 from layerpush.core.config import ConfigError
+from layerpush.core.load_news import LoadQueued
 from tests.connector import test_decode_scheduler, test_first_tokens
 from tests.connector.engine import holds_prompt
 from tests.connector.test_first_tokens import answer

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.compat.worker_report import AbortsPending, LoadParked, WorkerReport
+from layerpush.compat.worker_report import AbortsPending, WorkerReport
+from layerpush.core.load_news import LoadParked
 from layerpush.engine.scheduler.awaited_pushes import ABORTED, AwaitedPushes
 from layerpush.engine.scheduler.block_holds import BlockHolds
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from layerpush.core import liveness
-from layerpush.core.first_token import Missing
 from layerpush.core.liveness import Action, Verdict
+from layerpush.core.load_news import LoadCleared, LoadCompleted, LoadNews, LoadParked, LoadToken
 from layerpush.core.wire import (
     Accepted,
     Cancel,
@@ -34,6 +34,7 @@ from layerpush.decode import early_messages
 from layerpush.decode.early_messages import KEPT_S, LoadMessage
 from layerpush.decode.load_session import RETRY_S, TOKEN_WAIT_S, LoadSession
 from layerpush.decode.loads import Loads
+from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.telemetry.metrics.catalog import LOAD, LOADS, LOST_PEERS
 from layerpush.telemetry.metrics.recorder import Recorder
@@ -117,9 +118,14 @@ class ScriptedWatch:
 
 
 class Engine:
-    """The worker of the loads: ``known`` are the requests that its main thread tracks, ``told`` the reports."""
+    """The worker of the loads, and their trace: ``known`` are the requests that its main thread tracks, ``told`` the
+    reports.
+    """
 
-    def __init__(self) -> None:
+    engine_id, tp_rank = "D", 0
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
         self.records: list[LoadRecord] = []
         self.known: set[str] = set()
         self.misfit: str | None = None
@@ -148,16 +154,21 @@ class Engine:
     def failed(self, request_id: str) -> None:
         self._note("failed", request_id)
 
-    def first_token(self, request_id: str, first_token: int | Missing) -> None:
-        self._note(f"first token {first_token}", request_id)
+    def report(self, news: LoadNews) -> None:
+        match news:
+            case LoadToken():
+                self._note(f"first token {news.token}", news.request_id)
+            case LoadParked():
+                self._note("parked", news.request_id)
+            case LoadCleared():
+                self._note("cleared", news.request_id)
+            case _:
+                assert isinstance(news, LoadCompleted)
 
-    def parked(self, request_id: str) -> None:
-        self._note("parked", request_id)
+    def clock_offset(self, engine_id: str) -> None:
+        """The clocks were not compared."""
 
-    def cleared(self, request_id: str) -> None:
-        self._note("cleared", request_id)
-
-    def keep_load(self, record: LoadRecord) -> None:
+    def add(self, record: LoadRecord) -> None:
         self.records.append(record)
 
     def _note(self, what: str, request_id: str) -> None:
@@ -178,19 +189,15 @@ class World(FakePeers):
         super().__init__(allowed)
         self.agents = tuple(f"p-{rank}" for rank in range(ranks))
         self.network.listening = {"P": self.agents}
-        self.watch, self.engine = ScriptedWatch(), Engine()
+        self.watch, self.engine = ScriptedWatch(), Engine(world_size)
         self.peer_errors = PeerErrors(logging.getLogger("test"))
         self.recorder = Recorder()
         watch = self.watch if scripted else liveness.PeerWatch(PATIENCE_S)
-        self.loads = Loads(
-            "D",
-            world_size,
-            PATIENCE_S,
-            PrefillPeers("D", self.connections, watch, self.probe, self.engine, self.recorder),  # type: ignore[arg-type]
-            self.engine,
-            self.peer_errors,
-            self.recorder,
-        )
+        engine: Any = self.engine
+        peers = PrefillPeers(engine, self.connections, watch, self.probe, self.recorder)  # type: ignore[arg-type]
+        peers.decline = self.engine.decline  # type: ignore[method-assign]
+        outcomes = Outcomes(engine, 0, self.engine.report, engine, self.recorder)
+        self.loads = Loads(engine, PATIENCE_S, peers, outcomes, self.peer_errors)
 
     def awaits(self, request_id: str = "r", known: bool = True, sampling: str | None = None) -> None:
         self.engine.known |= {request_id} if known else set()

@@ -29,20 +29,17 @@ from layerpush.compat.push_scheduler import (
     name_prefill_request,
 )
 from layerpush.compat.spans import traces_requests
-from layerpush.compat.worker_report import (
-    AbortsPending,
+from layerpush.compat.worker_report import AbortsPending, PushWithdrawn, Reported, WorkerReport
+from layerpush.core.config import ConfigError, LayerPushConfig
+from layerpush.core.first_token import Sampled
+from layerpush.core.load_news import (
     LoadCleared,
     LoadCompleted,
     LoadParked,
     LoadQueued,
     LoadToken,
     LoadUnregistered,
-    PushWithdrawn,
-    Reported,
-    WorkerReport,
 )
-from layerpush.core.config import ConfigError, LayerPushConfig
-from layerpush.core.first_token import Sampled
 from layerpush.core.postponed_loads import PostponedLoads
 from layerpush.core.request_names import Arrived
 from layerpush.core.request_params import chosen_mode, is_pushed, transfer_id

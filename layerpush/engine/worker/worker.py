@@ -9,7 +9,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, assert_never
@@ -39,24 +39,18 @@ from layerpush.compat.push_worker import VllmPushWorker
 from layerpush.compat.spans import REQUEST_ID, emit_span
 from layerpush.compat.worker_report import (
     AbortsPending,
-    LoadCleared,
-    LoadCompleted,
-    LoadParked,
-    LoadQueued,
-    LoadToken,
-    LoadUnregistered,
     PushWithdrawn,
     Reported,
     WorkerReport,
 )
 from layerpush.core.config import LayerPushConfig
-from layerpush.core.first_token import Missing
 from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.core.liveness import PeerWatch, Verdict
 from layerpush.core.push_policy import Policy
 from layerpush.core.request_names import Arrived
-from layerpush.core.wire import Decline, Registration, WireError, encode_quietly
+from layerpush.core.wire import Registration, WireError
 from layerpush.decode.loads import Loads
+from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.engine.metric_sources import watch_pushes, watch_rings, watch_worker
 from layerpush.engine.unreported_aborts import UnreportedAborts
@@ -75,7 +69,6 @@ from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.spans import SpannedTrace, Spans
-from layerpush.telemetry.trace_records import LoadRecord, clock_name
 from layerpush.transport import cuda
 from layerpush.transport.base import TransportError
 from layerpush.transport.connections import Connections
@@ -114,7 +107,6 @@ class LayerwisePushWorker(VllmPushWorker):
         super().__init__(vllm_config, engine_id, kv_cache_config, self._waker)
         self._config = config
         self._reported: deque[Reported] = deque()
-        self._clock = clock_name()
         self._unreported_aborts, self._settles = UnreportedAborts(), False
         self._prober = Prober()
         self._spans = Spans(emit_span, REQUEST_ID)
@@ -193,13 +185,11 @@ class LayerwisePushWorker(VllmPushWorker):
         self._contact = self._found_contact()
         recorder, watch = self.metrics.recorder, PeerWatch(config.peer_timeout_s)
         self.loads = Loads(
-            self.engine_id,
-            self.world_size,
-            config.peer_timeout_s,
-            PrefillPeers(self.engine_id, self._connections, watch, self._probe_peer, self, recorder),
             self,
+            config.peer_timeout_s,
+            PrefillPeers(self, self._connections, watch, self._probe_peer, recorder),
+            Outcomes(self, self._rank, self._reported.append, self._trace, recorder),
             peer_errors,
-            recorder,
         )
         idle = IdleConnections(
             self.engine_id,
@@ -331,7 +321,7 @@ class LayerwisePushWorker(VllmPushWorker):
             case WentElsewhere():
                 self.claims.went_elsewhere(news.request_id, news.rank, now)
             case PushDeclined():
-                self.decline(news.address, news.message)
+                self.loads.peers.decline(news.address, news.message)
             case LoadCancelled() if news.reason == ABORTED:
                 self.loads.abort(news.request_id, news.reason, now)
             case LoadCancelled():
@@ -352,7 +342,7 @@ class LayerwisePushWorker(VllmPushWorker):
         """Upstream has posted a WRITE of a whole request: its push watches it."""
         self.pushes.adopt(request_id, transfer, decode_engine_id, decode_id)
 
-    # Writer thread: D's side. ``LoadHost`` documents the public methods.
+    # Writer thread: D's side.
 
     def _await_push(self, request_id: str, data: dict[str, Any]) -> None:
         """Register with P for a request that the scheduler has just allocated blocks for."""
@@ -380,29 +370,6 @@ class LayerwisePushWorker(VllmPushWorker):
     def _withdrawn(self, request_id: str) -> None:
         self._reported.append(PushWithdrawn(request_id))
 
-    def parked(self, request_id: str) -> None:
-        self._reported.append(LoadParked(request_id, self._rank))
-
-    def cleared(self, request_id: str) -> None:
-        self._reported.append(LoadCleared(request_id, self._rank))
-
-    def queued(self, request_id: str, computed: Sequence[str]) -> None:
-        self._reported.append(LoadQueued(request_id, frozenset(computed)))
-
-    def unregistered(self, request_id: str) -> None:
-        self._reported.append(LoadUnregistered(request_id, self._rank))
-
-    def first_token(self, request_id: str, first_token: int | Missing) -> None:
-        self._reported.append(LoadToken(request_id, first_token))
-
-    def keep_load(self, record: LoadRecord) -> None:
-        if record.outcome == "completed" and record.t_settled is not None:
-            self._reported.append(LoadCompleted(record.request_id, record.t_settled, self._clock))
-        record.rank = self.tp_rank
-        if record.prefill_engine_id is not None:
-            record.clock_offset = self.clock_offset(record.prefill_engine_id)
-        self._trace.add(record)
-
     # Writer thread: engines that may be gone.
 
     def _probe_peer(
@@ -415,17 +382,6 @@ class LayerwisePushWorker(VllmPushWorker):
             self.task(lambda: on_verdict(verdict, time.perf_counter()))
 
         self._prober.start(address.host, address.port, agent, tp_rank, asked, pp_rank)
-
-    def decline(self, address: Address, message: Decline) -> None:
-        """Report to every rank of a prefill engine. If it cannot be reached, its lease ends."""
-        if self.tp_rank:
-            return
-        try:
-            payload = encode_quietly(message)
-        except WireError as error:  # P could not read the request's name
-            logger.warning("layerpush: cannot decline %s: %s", message.request_id, error)
-            return
-        self._connections.notify_by_search(address, payload)
 
     def _search(self, address: Address, on_contact: Callable[[bytes], None]) -> None:
         """Have the prober ask the engine's side channel for the contacts of its ranks. Each comes back as a task."""

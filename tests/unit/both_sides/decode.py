@@ -6,12 +6,21 @@ from collections.abc import Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from layerpush.core.first_token import Missing
 from layerpush.core.liveness import PeerWatch
+from layerpush.core.load_news import (
+    LoadCleared,
+    LoadCompleted,
+    LoadNews,
+    LoadParked,
+    LoadQueued,
+    LoadToken,
+    LoadUnregistered,
+)
 from layerpush.core.postponed_loads import PostponedLoads
 from layerpush.core.request_names import named_prompts
 from layerpush.core.wire import (
@@ -27,13 +36,13 @@ from layerpush.core.wire import (
     Queued,
     Registration,
     Unregistered,
-    encode_quietly,
     read,
 )
 from layerpush.decode.loads import Loads
+from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.telemetry.metrics.recorder import Recorder
-from layerpush.telemetry.trace_records import LoadRecord
+from layerpush.telemetry.trace_file import TraceFile
 from layerpush.transport.peers import Address
 from tests.support.fake_transport import Descriptors, FakeWrite
 from tests.unit.both_sides.process import (
@@ -85,6 +94,8 @@ class Load:
 
 
 class DecodeEngine(Process):
+    world_size, tp_rank = 1, 0
+
     def __init__(self, world: World, engine_id: str) -> None:
         super().__init__(world, engine_id, 0)
         self.frozen = False
@@ -103,15 +114,10 @@ class DecodeEngine(Process):
                 self.caches.append(self.endpoint.describe((ranks, rank), self.memory, starts, piece))
                 self.caches[-1].give_away(range(len(starts)))
         recorder = Recorder()
-        self.open_loads = Loads(
-            engine_id,
-            1,
-            PEER_TIMEOUT_S,
-            PrefillPeers(engine_id, self.connections, self.watch, self.probe, self, recorder),
-            self,
-            self.peer_errors,
-            recorder,
-        )
+        worker: Any = self
+        peers = PrefillPeers(worker, self.connections, self.watch, self.probe, recorder)
+        outcomes = Outcomes(worker, 0, self._reported, TraceFile(None, engine_id, 0), recorder)
+        self.open_loads = Loads(worker, PEER_TIMEOUT_S, peers, outcomes, self.peer_errors)
 
     # The scheduler.
 
@@ -172,7 +178,7 @@ class DecodeEngine(Process):
     def refuse(self, prompt: Prompt, prefill_request_id: str | None) -> None:
         """D computes the prompt itself."""
         names = self.world.new_id(prompt.base), self.engine_id, prefill_request_id, prompt.text
-        self.task(lambda: self.decline(self._prefill_address(), Decline(*names)))
+        self.task(lambda: self.open_loads.peers.decline(self._prefill_address(), Decline(*names)))
 
     def _prefill_address(self, host: str = "host-of-P") -> Address:
         return Address("P", host, 5000, self.world.ranks, notify_only=True)
@@ -187,7 +193,7 @@ class DecodeEngine(Process):
         load.overdue = True
         self.task(lambda: self.open_loads.time_out(load.request_id, "overdue", self.world.now))
 
-    # layerpush.decode.outcomes.LoadHost
+    # layerpush.compat.push_worker.VllmPushWorker
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.loads
@@ -195,10 +201,8 @@ class DecodeEngine(Process):
     def mismatch(self, engine_id: str) -> None:
         """The engines fit each other."""
 
-    def decline(self, address: Address, message: Decline) -> None:
-        """To the current prefill engine, connected or not."""
-        for process in self.world.prefill.processes if self.world.prefill is not None else ():
-            self.connections.notify_unconnected(process.name.encode(), encode_quietly(message))
+    def clock_offset(self, engine_id: str) -> None:
+        """The clocks were not compared."""
 
     def loaded(self, completions: Sequence[bytes]) -> None:
         messages = [read(completion) for completion in completions]
@@ -211,7 +215,24 @@ class DecodeEngine(Process):
         self.postponed.ended(load.request_id)
         self._end(load, "loaded")
 
-    def first_token(self, request_id: str, first_token: int | Missing) -> None:
+    # News to the scheduler.
+
+    def _reported(self, news: LoadNews) -> None:
+        match news:
+            case LoadToken():
+                self._first_token(news.request_id, news.token)
+            case LoadQueued():
+                self.postponed.queued(news.request_id, news.computed)
+            case LoadUnregistered():
+                self.postponed.unregistered(news.request_id, 0)
+            case LoadParked():
+                self._parked(news.request_id)
+            case LoadCleared():
+                self._cleared(news.request_id)
+            case LoadCompleted():
+                assert news.at is not None
+
+    def _first_token(self, request_id: str, first_token: int | Missing) -> None:
         load = self.loads[request_id]
         assert load.sampling is not None, f"{load} did not ask"
         assert load.first_token is None, f"{load} gets a second first token"
@@ -230,27 +251,18 @@ class DecodeEngine(Process):
         if again:
             self._wait(replace(load.waiting, attempt=load.waiting.attempt + 1), first=True)
 
-    def queued(self, request_id: str, computed: Sequence[str]) -> None:
-        self.postponed.queued(request_id, frozenset(computed))
-
-    def unregistered(self, request_id: str) -> None:
-        self.postponed.unregistered(request_id, 0)
-
-    def parked(self, request_id: str) -> None:
+    def _parked(self, request_id: str) -> None:
         load = self.loads[request_id]
         assert load.outcome is None
         assert not load.parked
         load.parked = True
 
-    def cleared(self, request_id: str) -> None:
+    def _cleared(self, request_id: str) -> None:
         load = self.loads[request_id]
         assert load.parked
         load.parked = False
         if load.outcome is not None:
             self._give_away(load)
-
-    def keep_load(self, record: LoadRecord) -> None:
-        assert record.t_settled is not None
 
     # A turn.
 
