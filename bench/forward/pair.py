@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 from bench.forward.reach import DECODE, Reach
 from layerpush.core.wire import Registration, encode_completion
@@ -75,7 +76,7 @@ class Pair:
         part = Segment(every, 0, 0, len(targets), tuple(sources), targets)
         whole = Write(WHOLE.id, 0, 0, len(targets) * sum(layout.layer_bytes), (part,))
         self._delegated[request_id] = registration
-        for transfer in self._writes.post(whole, self._reach.link, LinkSpeed()):
+        for transfer in self._writes.post(whole, replace(self._reach.link, speed=LinkSpeed())):
             self.writer.adopt(request_id, transfer, DECODE, registration.request_id)
 
     def complete(self, link: Link, registration: Registration) -> None:  # noqa: ARG002

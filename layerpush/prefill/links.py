@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -59,7 +60,7 @@ class Links:
         peer = self._connections.peers[engine_id]
         link = peer.link
         if link is None:
-            link = peer.link = self._worker.discover_link(engine_id)
+            link = peer.link = replace(self._worker.discover_link(engine_id), speed=peer.speed)
             if link.refusal is not None:
                 logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, link.refusal)
         return link

@@ -65,7 +65,6 @@ from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import ChunkRecord, PushRecord, WriteSums
 from layerpush.transport.base import PeerLostError, TransportError, WriteState
 from layerpush.transport.link import Link
-from layerpush.transport.link_speed import LinkSpeed
 from layerpush.transport.transfer import Transfer
 from layerpush.transport.writes import Writes
 
@@ -124,7 +123,6 @@ class PushServices:
     writes: Writes
     meter: PushMeter
     trace: TraceFile
-    link_speed: Callable[[str], LinkSpeed]
     is_revoked: Callable[[Push], bool]
     changed: Callable[[Push], None]
     closed: Callable[[Push], None]
@@ -160,7 +158,7 @@ class Push:
         self.written = WriteSums()
         self._registry = registry
         self._services = services
-        self._link: Link | None = None
+        self.link: Link | None = None
         self._losses: dict[int, _Loss] = {}
         self._polled_at = -math.inf
 
@@ -275,9 +273,8 @@ class Push:
             error: TransportError | None = None
             try:
                 state = transfer.poll()
-                if transfer.needs_polling and self._link is not None:  # its copies may have ended just now
-                    speed = self._services.link_speed(self._link.engine_id)
-                    speed.posted_at((self.request_id, transfer.write), transfer.on_wire_at)
+                if transfer.needs_polling and self.link is not None:  # its copies may have ended just now
+                    self.link.speed.posted_at((self.request_id, transfer.write), transfer.on_wire_at)
                 if state is WriteState.PENDING:
                     continue
             except TransportError as failure:
@@ -309,7 +306,7 @@ class Push:
             if refusal is not None:
                 self.fail(refusal)
                 return
-            link = self._link = links.to(registration)
+            link = self.link = links.to(registration)
         except Exception as error:  # noqa: BLE001  vLLM's code may raise anything: this push cannot go on
             self.fail(f"{type(error).__name__}: {error}")
             return
@@ -324,10 +321,10 @@ class Push:
         return self._registry.refusal(registration) or self._services.links.refusal(registration)
 
     def _post(self, action: Post) -> None:
-        assert self._link is not None
-        write, speed, posted = action.write, self._services.link_speed(self._link.engine_id), list[Transfer]()
+        assert self.link is not None
+        write, speed, posted = action.write, self.link.speed, list[Transfer]()
         try:
-            for transfer in self._services.writes.post(write, self._link, speed):
+            for transfer in self._services.writes.post(write, self.link):
                 posted.append(transfer)
                 self._on_the_wire(transfer)
         except Exception as error:  # noqa: BLE001  after any error the session must know that this WRITE is lost
@@ -342,12 +339,12 @@ class Push:
     def _notify(self, action: Notify) -> None:
         if self._services.is_revoked(self):
             return
-        assert self._link is not None
+        assert self.link is not None
         try:
-            self._services.links.complete(self._link, action.registration)
+            self._services.links.complete(self.link, action.registration)
         except TransportError as error:
             if isinstance(error, PeerLostError):
-                self._services.links.lost(self._link.engine_id)
+                self._services.links.lost(self.link.engine_id)
             self.fail(f"the completion could not be sent: {error}")
             return
         self.record.t_notified = time.perf_counter()
@@ -473,10 +470,8 @@ class Push:
         if any(transfer.write == write for transfer in self.transfers):
             return
         loss = self._losses.pop(write, None)
-        if self._link is not None and write != WHOLE.id:
-            self._services.link_speed(self._link.engine_id).ended(
-                (self.request_id, write), time.perf_counter(), landed=loss is None, seen=seen
-            )
+        if self.link is not None and write != WHOLE.id:
+            self.link.speed.ended((self.request_id, write), time.perf_counter(), landed=loss is None, seen=seen)
         if loss is None:
             self.handle(WriteLanded(write))
             return

@@ -108,7 +108,6 @@ class Pushes:
             writes,
             meter,
             trace,
-            self._schedule.link,
             self._is_revoked,
             self._pushes.changed,
             self._closed,

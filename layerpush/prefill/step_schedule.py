@@ -12,16 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from layerpush.core.bounded_dict import BoundedDict
 from layerpush.prefill.layer_interval import LayerInterval
 from layerpush.prefill.push import Push
 from layerpush.prefill.push_protocol import State
 from layerpush.prefill.write_schedule import SAFETY, Progress, Speeds, layers_to_wait
+from layerpush.transport.link import Link
 from layerpush.transport.link_speed import LinkSpeed
 
-LINKS_KEPT = 256
-LINKS_BYTES = 1 << 20
-"""Decode engines whose speed is remembered."""
 FRESH_S = 1.0
 """Seconds after a WRITE has landed for which its link needs no probe."""
 
@@ -32,17 +29,8 @@ class StepSchedule:
     def __init__(self, layers: int, interval: LayerInterval) -> None:
         self._layers = self._hooked = layers
         self._interval = interval
-        self._links: BoundedDict[str, LinkSpeed] = BoundedDict(LINKS_KEPT, LINKS_BYTES)
         self._leave_at: dict[str, float] = {}
         self._scheduled: list[LinkSpeed] = []
-
-    def link(self, engine_id: str) -> LinkSpeed:
-        """The measured speed of the link to a decode engine."""
-        speed = self._links.get(engine_id)
-        if speed is None:
-            speed = LinkSpeed()
-            self._links.note(engine_id, speed)
-        return speed
 
     def step_ended(self, hooked: int) -> None:
         """A step has ended; hooks have reported ``hooked`` of its layers. In the next step ready layers do not wait for
@@ -59,20 +47,18 @@ class StepSchedule:
         self._leave_at, self._scheduled = {}, []
         if not step or ready >= self._hooked:
             return
-        links: dict[str, list[Push]] = {}
+        by_engine: dict[str, tuple[Link, list[Push]]] = {}
         for push in pushes:
-            registration = push.session.registration
-            if push.session.state is State.STREAMING and registration is not None:
-                links.setdefault(registration.decode_engine_id, []).append(push)
-        for engine_id, sharing in links.items():
+            if push.session.state is State.STREAMING and push.link is not None:
+                by_engine.setdefault(push.link.engine_id, (push.link, []))[1].append(push)
+        for link, sharing in by_engine.values():
             running = [push for push in sharing if push.request_id in step]
             if running and all(push.session.policy.mode == "auto" for push in running):
-                self._decide(engine_id, sharing, running, ready, now)
+                self._decide(link, sharing, running, ready, now)
 
     def waits(self, push: Push) -> bool:
         """Whether ready layers of the push wait for more. A chunk that is ready in all its layers does not."""
-        registration = push.session.registration
-        return registration is not None and registration.decode_engine_id in self._leave_at
+        return push.link is not None and push.link.engine_id in self._leave_at
 
     @property
     def leave_at(self) -> float | None:
@@ -85,10 +71,10 @@ class StepSchedule:
         Only an early poll can show that a link is faster than it seems. So it polls more often while layers wait.
         """
         waiting = bool(self._leave_at)
-        return min((link.next_poll(now, halfway=waiting) for link in self._scheduled), default=math.inf)
+        return min((speed.next_poll(now, halfway=waiting) for speed in self._scheduled), default=math.inf)
 
-    def _decide(self, engine_id: str, sharing: list[Push], running: list[Push], ready: int, now: float) -> None:
-        speed, layer_s = self.link(engine_id), self._interval.layer_s
+    def _decide(self, link: Link, sharing: list[Push], running: list[Push], ready: int, now: float) -> None:
+        speed, layer_s = link.speed, self._interval.layer_s
         self._scheduled.append(speed)
         slowdown, (write_s, byte_s) = speed.slowdown(now), speed.line
         progress = Progress(
@@ -107,4 +93,4 @@ class StepSchedule:
         layers = layers_to_wait(known, progress)
         if layers and layer_s is not None:
             since = now if self._interval.last is None else self._interval.last
-            self._leave_at[engine_id] = since + layers * layer_s
+            self._leave_at[link.engine_id] = since + layers * layer_s

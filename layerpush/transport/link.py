@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from layerpush.core.layout import BlockIds, CacheLayout, descriptor_ids, descriptor_offsets
 from layerpush.core.write import Write
 from layerpush.transport.base import DescriptorIds, Route
+from layerpush.transport.link_speed import LinkSpeed
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Link:
     ``region_blocks`` are its regions' sizes in kernel blocks. ``share`` is the part of each of our blocks that one
     route carries: 1, or one over the number of decode ranks that split our heads. ``refusal`` is the reason why its
     blocks cannot be written layer by layer, None if they can. ``gathered`` is the route from our staging ring into its
-    cache, if there is one.
+    cache, if there is one. ``speed`` is measured over all connections to the engine.
     """
 
     engine_id: str
@@ -31,6 +32,7 @@ class Link:
     share: float = 1.0
     refusal: str | None = None
     gathered: Route | None = None
+    speed: LinkSpeed = field(default_factory=LinkSpeed, compare=False)
 
 
 class _Blocks(NamedTuple):

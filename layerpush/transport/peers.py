@@ -14,10 +14,11 @@ from typing import Any
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.sizes import size_of
 from layerpush.transport.link import Link
+from layerpush.transport.link_speed import LinkSpeed
 
 KEPT = 4096
 KEPT_BYTES = 32 << 20
-PEER_BYTES = 1024
+PEER_BYTES = 4096
 """Bytes of a peer without its contacts and the facts of its last connection."""
 CONTACTS_BYTES = 4 << 20
 """Of the contacts of one peer."""
@@ -62,6 +63,7 @@ class Peer:
     """The one that runs, or that has connected the engine."""
     link: Link | None = None
     """For WRITEs over this connection."""
+    speed: LinkSpeed = field(default_factory=LinkSpeed)
     closing: str | None = None
     """Why the connection is to be dropped as soon as no WRITE is on its way over it. Nothing new begins on it."""
     is_lost: bool = False

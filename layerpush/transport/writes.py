@@ -33,7 +33,6 @@ from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import Transport, TransportError
 from layerpush.transport.gather.strategy import PackingStrategy
 from layerpush.transport.link import DirectPlanner, Link
-from layerpush.transport.link_speed import LinkSpeed
 from layerpush.transport.transfer import Transfer
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -63,9 +62,8 @@ class Writes:
         """Whether ended WRITEs wait for another try to release them."""
         return bool(self._unreleased)
 
-    def post(self, write: Write, link: Link, speed: LinkSpeed) -> Iterator[Transfer]:
+    def post(self, write: Write, link: Link) -> Iterator[Transfer]:
         """Post ``write`` to one rank of ``link`` after the other; a WRITE that moves no blocks is posted to none.
-        ``speed`` is the link's: the strategy chooses by it.
 
         After an exception nothing of the transfer whose turn it was is on the wire. Raises ``LookupError`` for a block
         that one side does not have, ``TransportError``, or another error.
@@ -75,7 +73,7 @@ class Writes:
             record = _record(write, route.remote_rank, len(local), int(write.size * link.share))
             transfer: Transfer | None = None
             if self._strategy is not None and link.gathered is not None:
-                transfer = self._strategy.begin(write, link.gathered, (local, remote), record, speed)
+                transfer = self._strategy.begin(write, link.gathered, (local, remote), record, link.speed)
             if transfer is None:
                 handle = self._transport.post_write(route, local, remote)
                 record.t_posted = time.perf_counter()

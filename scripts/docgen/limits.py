@@ -8,7 +8,7 @@ from layerpush.core import request_params, wire
 from layerpush.decode import early_messages
 from layerpush.engine.scheduler import side_channel
 from layerpush.engine.worker import inbox, side_channel_probe
-from layerpush.prefill import claim_table, decode_peers, prompt_requests, step_schedule
+from layerpush.prefill import claim_table, decode_peers, prompt_requests
 from layerpush.telemetry import peer_errors, spans, trace_file
 from layerpush.telemetry.metrics import endings, tally
 from layerpush.transport import acknowledged, connections, nixl, peers
@@ -136,7 +136,6 @@ TABLES = (
         "no more are notified so",
     ),
     ("P", "requests of heartbeats, for the next step", heartbeats.KEPT, heartbeats.KEPT * _ID_BYTES, None, "dropped"),
-    ("P", "speeds of links to decode engines", step_schedule.LINKS_KEPT, step_schedule.LINKS_BYTES, None, _FORGOTTEN),
     (
         "P",
         "requests that have come, and their prompts' digests",

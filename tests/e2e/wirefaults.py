@@ -144,11 +144,11 @@ class WireFaults:
 
     # Called by the worker.
 
-    def post_write(self, write: Write, link: Any, speed: Any) -> Iterator[Any]:
+    def post_write(self, write: Write, link: Any) -> Iterator[Any]:
         """Notes the layers of this WRITE for its NIXL transfers. On a CPU, the call makes all of them."""
         self._layers = {layer for part in write.segments for layer in range(part.layers.start, part.layers.stop)}
         try:
-            yield from self._post_write(write, link, speed)
+            yield from self._post_write(write, link)
         finally:
             self._layers = set()
 

@@ -57,3 +57,16 @@ def test_a_stock_d_gets_whole_requests() -> None:
 def test_an_older_d_of_ours_gets_nothing() -> None:
     """It would take a notification of ours for the end of bytes that are on their way."""
     assert connect(OLDER, acknowledges=True) == OLD_RELEASE
+
+
+def test_a_new_connection_keeps_the_speed_of_the_engine() -> None:
+    worker: Any = SimpleNamespace(
+        acknowledges=False, discover_link=lambda engine_id: Link(engine_id, (), ()), touch_engine=lambda engine_id: None
+    )
+    connections: Any = SimpleNamespace(peers=Peers())
+    links = Links(worker, connections)
+    first = links.to(OURS)
+    assert links.to(OURS) is first
+    connections.peers["D"].link = None  # the worker drops the connection
+    assert links.to(OURS) is not first
+    assert links.to(OURS).speed is first.speed

@@ -156,7 +156,7 @@ def test_the_writer_polls_the_first_fences_of_a_step(monkeypatch: pytest.MonkeyP
     """The step before may have had much slower layers."""
     rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
     rig.registers(prompt)
-    rig.writer._schedule.link("D").last_landed = math.inf
+    rig.decoders["D"].link.speed.last_landed = math.inf
     monkeypatch.setattr(StepEvents, "pending", True)
     timeouts: list[float | None] = []
     rig.step((prompt, TOKENS), between=lambda: timeouts.append(rig.sleep_s))

@@ -95,7 +95,7 @@ def test_the_time_of_a_gather_is_no_time_of_the_link(turns: int, monkeypatch: py
         now[0] += 10.0 if rig.staged and rig.staged[0].stage is Stage.GATHERING else 0.0
         rig.writer.turn()
     assert not rig.staged
-    speed = rig.writer._schedule.link("D")
+    speed = rig.decoders["D"].link.speed
     assert speed.estimate(rig.totals.bytes, 1) == pytest.approx(wanted_s)
 
 
