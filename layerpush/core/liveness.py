@@ -20,12 +20,12 @@ class Verdict(enum.Enum):
     UNKNOWN = "no answer, or an unreadable one: proves nothing"
 
 
-class Action:
+class PeerAction:
     """A task that the watch gives to its owner."""
 
 
 @dataclass(frozen=True, slots=True)
-class SendPing(Action):
+class SendPing(PeerAction):
     """Ping the agent, or, if it is not known that it ``speaks_layerpush``, send it an empty heartbeat."""
 
     engine_id: str
@@ -34,15 +34,15 @@ class SendPing(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class StartProbe(Action):
-    """Ask the engine's side channel about the agent; `PeerWatch.verdict` follows."""
+class StartProbe(PeerAction):
+    """Ask the engine's side channel about the agent; `PeerWatch.probe_ended` follows."""
 
     engine_id: str
     agent: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReportSilent(Action):
+class ReportSilent(PeerAction):
     """Nothing comes from the agent: its loads get a `Silent`."""
 
     agent: str
@@ -50,7 +50,7 @@ class ReportSilent(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class ReportGone(Action):
+class ReportGone(PeerAction):
     """The agent's process is dead: its loads get a `Gone`."""
 
     engine_id: str
@@ -59,7 +59,7 @@ class ReportGone(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Reconnect(Action):
+class Reconnect(PeerAction):
     """The engine is alive but no message reaches it: forget the connection and make a new one."""
 
     engine_id: str
@@ -143,7 +143,9 @@ class PeerWatch:
         """The engine of an agent that is watched."""
         return self._engine_of.get(name)
 
-    def add(self, engine_id: str, agents: Collection[str], now: float, speaks_layerpush: Container[str] = ()) -> None:
+    def await_agents(
+        self, engine_id: str, agents: Collection[str], now: float, speaks_layerpush: Container[str] = ()
+    ) -> None:
         """Another session awaits something from these agents. Those in ``speaks_layerpush`` were known to do that."""
         for name in agents:
             agent = self._find(name)
@@ -157,7 +159,7 @@ class PeerWatch:
             if agent.silent:
                 agent.silent, agent.pinged_at = False, None
 
-    def remove(self, engine_id: str, agents: Collection[str]) -> None:
+    def release_agents(self, engine_id: str, agents: Collection[str]) -> None:
         """A session that was added with these agents is over."""
         for name in agents:
             agent = self._find(name)
@@ -178,7 +180,7 @@ class PeerWatch:
             agent.silent = False
             agent.lost = agent.lost and agent.cut  # without a connection no send could fail and set it again
 
-    def lost(self, name: str, now: float) -> None:
+    def send_failed(self, name: str, now: float) -> None:
         """A send to this agent failed: it is probed at once, unless a probe ended just now."""
         agent = self._find(name)
         if agent is not None and not agent.lost:
@@ -186,7 +188,7 @@ class PeerWatch:
             if agent.ended_at is not None:
                 agent.probe_from = min(agent.probe_from, max(now, agent.ended_at + PROBE_GAP_S))
 
-    def cut(self, name: str) -> None:
+    def connection_dropped(self, name: str) -> None:
         """There is no connection to this agent, because we dropped it: it is probed, and connected anew if it lives."""
         agent = self._find(name)
         if agent is not None:
@@ -199,7 +201,7 @@ class PeerWatch:
             if agent is not None and not agent.gone:
                 agent.lost = agent.cut = False
 
-    def verdict(self, engine_id: str, name: str, verdict: Verdict, now: float) -> None:
+    def probe_ended(self, engine_id: str, name: str, verdict: Verdict, now: float) -> None:
         """The result of a probe. One that is not awaited is ignored."""
         engine = self._engines.get(engine_id)
         if engine is None or engine.probe is None or engine.probe.agent != name:
@@ -222,9 +224,9 @@ class PeerWatch:
             if verdict is Verdict.SPEAKS_LAYERPUSH:  # it had heartbeats only, which need no answer
                 agent.speaks_layerpush, agent.pinged_at, agent.ping_at = True, None, now
 
-    def due(self, now: float) -> list[Action]:
+    def due(self, now: float) -> list[PeerAction]:
         """The actions that are due by ``now``; each is returned once."""
-        actions: list[Action] = []
+        actions: list[PeerAction] = []
         for engine_id, engine in self._engines.items():
             for name, agent in engine.agents.items():
                 if agent.unreported:

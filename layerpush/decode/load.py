@@ -145,7 +145,7 @@ class Load:
         self._record.t_registered = now
         self.address = connections.address(engine_id) or self.address
         self.ranks, agents = dict(ranks), frozenset(ranks)
-        self._peers.add(engine_id, agents, now)
+        self._peers.await_agents(engine_id, agents, now)
         reason = "it was not reached by the registration"
         failures = [load_protocol.AgentFailed(agent, reason, drained=True) for agent in sorted(agents - reached)]
         return [load_protocol.Registered(agents), *failures]

@@ -209,7 +209,7 @@ class Loads:
         self._deadlines.set(load.session.request_id, load.session.next_due(now))
         if load.session.state is State.CLOSED:
             del self._open[load.session.request_id]
-            self.peers.remove(load.address.engine_id, load.session.agents)
+            self.peers.release_agents(load.address.engine_id, load.session.agents)
 
     def _record(self, request_id: str, now: float) -> LoadRecord:
         return LoadRecord(request_id=request_id, engine_id=self._worker.engine_id, t_awaited=now)

@@ -85,18 +85,18 @@ class PrefillPeers:
         reached = frozenset(agent for agent in agents if self.connections.notify(agent, payload))
         for agent in agents:
             if agent not in reached:
-                self._watch.lost(agent, now)
+                self._watch.send_failed(agent, now)
         return reached
 
-    def add(self, engine_id: str, agents: Collection[str], now: float) -> None:
+    def await_agents(self, engine_id: str, agents: Collection[str], now: float) -> None:
         """Another load awaits these agents."""
         peer = self.connections.peers[engine_id]
         peer.speaks_layerpush &= set(agents)  # others are of an earlier process
-        self._watch.add(engine_id, agents, now, peer.speaks_layerpush)  # the answer to the new one may be lost
+        self._watch.await_agents(engine_id, agents, now, peer.speaks_layerpush)  # the answer to the new one may be lost
 
-    def remove(self, engine_id: str, agents: frozenset[str]) -> None:
+    def release_agents(self, engine_id: str, agents: frozenset[str]) -> None:
         """A load that was added with these agents is over."""
-        self._watch.remove(engine_id, agents)
+        self._watch.release_agents(engine_id, agents)
 
     def samples_otherwise(self, engine_id: str, request_id: str, parameters: tuple[str, ...]) -> None:
         """An engine has no first token for a request. ``parameters`` differ on it, if it names them. Logged once for
@@ -121,7 +121,7 @@ class PrefillPeers:
         if not self.connections.forget(engine_id):
             return False
         for agent in agents:
-            self._watch.cut(agent)
+            self._watch.connection_dropped(agent)
         return True
 
     def reconnected(self, engine_id: str) -> None:
@@ -134,8 +134,8 @@ class PrefillPeers:
         """
         for agent in agents:
             if len(agents) == 1:
-                self._watch.lost(agent, now)
-            self._watch.cut(agent)
+                self._watch.send_failed(agent, now)
+            self._watch.connection_dropped(agent)
 
     # Time.
 
@@ -170,9 +170,9 @@ class PrefillPeers:
     def _send(self, engine_id: str, agent: str, payload: bytes, now: float) -> None:
         """A send that fails is evidence that the agent is dead, unless we dropped the connection ourselves."""
         if agent not in self.connections.agents(engine_id):
-            self._watch.cut(agent)
+            self._watch.connection_dropped(agent)
         elif not self.connections.notify(agent, payload):
-            self._watch.lost(agent, now)
+            self._watch.send_failed(agent, now)
 
     def _start_probe(self, engine_id: str, agent: str, loads: Mapping[str, Awaited]) -> None:
         load = next((load for load in loads.values() if agent in load.ranks), None)
@@ -180,7 +180,7 @@ class PrefillPeers:
             self._probe(agent, load.ranks[agent], load.address, partial(self._on_verdict, engine_id, agent))
 
     def _on_verdict(self, engine_id: str, agent: str, verdict: Verdict, now: float) -> None:
-        self._watch.verdict(engine_id, agent, verdict, now)
+        self._watch.probe_ended(engine_id, agent, verdict, now)
         if verdict is Verdict.SPEAKS_LAYERPUSH:
             self.connections.peers[engine_id].speaks_layerpush.add(agent)
 

@@ -75,7 +75,7 @@ class IdleConnections:
                     self._pings += 1
                     ping = encode(Ping(self._engine_id, self._pings)) if speaks_layerpush else encode_heartbeat(())
                     if not self._connections.notify(agent, ping):
-                        self._watch.lost(agent, now)
+                        self._watch.send_failed(agent, now)
                 case liveness.StartProbe(engine_id, agent):
                     self._start_probe(engine_id, agent)
                 case liveness.ReportGone(engine_id):
@@ -93,13 +93,13 @@ class IdleConnections:
                 self._unwatch(engine_id)
         for engine_id, agents in idle.items():
             if engine_id not in self._idle:
-                self._watch.add(engine_id, agents, now + self._delay())
+                self._watch.await_agents(engine_id, agents, now + self._delay())
                 self._idle[engine_id] = agents
 
     def _start_probe(self, engine_id: str, agent: str) -> None:
         rank, address = self._connections.agents(engine_id).get(agent), self._connections.address(engine_id)
         if rank is not None and address is not None:
-            self._probe(agent, rank, address, partial(self._watch.verdict, engine_id, agent))
+            self._probe(agent, rank, address, partial(self._watch.probe_ended, engine_id, agent))
 
     def _drop(self, engine_id: str, reason: str) -> None:
         """If WRITEs are on their way over the connection, ``Connections`` drops it later."""
@@ -108,4 +108,4 @@ class IdleConnections:
         logger.info("layerpush: the idle connection to engine %s is dropped: %s", engine_id, reason)
 
     def _unwatch(self, engine_id: str) -> None:
-        self._watch.remove(engine_id, self._idle.pop(engine_id))
+        self._watch.release_agents(engine_id, self._idle.pop(engine_id))

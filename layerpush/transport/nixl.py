@@ -51,7 +51,7 @@ _STATES = {"DONE": WriteState.LANDED, "PROC": WriteState.PENDING}
 
 
 @dataclass(slots=True)
-class _Posted:
+class _PostedWrite:
     """A WRITE on the wire: its route, its first descriptor on each side, and its number of descriptors."""
 
     route: Route
@@ -65,7 +65,7 @@ class _Torn:
     """A WRITE that failed while parts of it may be on the wire. ``due``: the earliest time of its next fence."""
 
     failure: TransportError
-    posted: _Posted
+    posted: _PostedWrite
     fence: Any = None
     due: float = 0.0
     over: bool = False
@@ -119,7 +119,7 @@ class NixlTransport:
         self._agent = agent
         self._split_at = split_at
         self._errors = _errors_of(agent)
-        self._live: dict[Any, _Posted] = {}
+        self._live: dict[Any, _PostedWrite] = {}
         self._torn: dict[Any, _Torn] = {}
         self._met: set[bytes] = set()
 
@@ -128,7 +128,7 @@ class NixlTransport:
     ) -> WriteHandle:
         """Start one WRITE. May take tens of milliseconds with thousands of descriptors: NIXL copies while it posts."""
         handle = self._prepare(route, local, remote, notification)
-        posted = _Posted(route, local[:1].copy(), remote[:1].copy(), len(local))
+        posted = _PostedWrite(route, local[:1].copy(), remote[:1].copy(), len(local))
         failure = _start(self._agent, self._errors, handle, f"cannot post a WRITE to {route.agent}")
         if isinstance(failure, PeerLostError):
             self._abandon(handle)
@@ -148,7 +148,7 @@ class NixlTransport:
         assert post.sides is not None
         local, local_ids, remote, remote_ids = post.sides
         route = Route(agent, remote_rank, local, remote)
-        posted = self._live[handle] = _Posted(route, local_ids[:1].copy(), remote_ids[:1].copy(), len(local_ids))
+        posted = self._live[handle] = _PostedWrite(route, local_ids[:1].copy(), remote_ids[:1].copy(), len(local_ids))
         if post.failure is not None:
             self._torn[handle] = _Torn(post.failure, posted)
 
@@ -156,7 +156,7 @@ class NixlTransport:
         """Make progress on a WRITE. Raises ``TransportError`` with the reason when it has failed and is over."""
         self._require_live(handle)
         if handle not in self._torn:
-            state = self._look_at(handle)
+            state = self._poll_once(handle)
             if isinstance(state, WriteState):
                 return state
             self._torn[handle] = _Torn(state, self._live[handle])
@@ -225,7 +225,7 @@ class NixlTransport:
         except self._errors as error:
             raise _translated(error, f"cannot prepare a WRITE to {route.agent}") from error
 
-    def _look_at(self, handle: Any) -> WriteState | TransportError:
+    def _poll_once(self, handle: Any) -> WriteState | TransportError:
         try:
             state = self._agent.check_xfer_state(handle)
         except self._errors as error:
@@ -236,7 +236,7 @@ class NixlTransport:
         """Whether nothing of a torn WRITE can land any more. Raises ``PeerLostError`` when its connection is gone."""
         if not self._split_at or (torn.fence is None and time.perf_counter() < torn.due):
             return False
-        state = self._post_fence(torn) if torn.fence is None else self._look_at(torn.fence)
+        state = self._post_fence(torn) if torn.fence is None else self._poll_once(torn.fence)
         if state is WriteState.PENDING:
             return False
         if torn.fence is not None:

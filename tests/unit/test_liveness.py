@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from layerpush.core.liveness import (
     PROBE_GAP_S,
     PROBE_LOST_S,
-    Action,
+    PeerAction,
     PeerWatch,
     Reconnect,
     ReportGone,
@@ -36,7 +36,7 @@ ALIVE, SPEAKS_LAYERPUSH, ENDED, UNKNOWN = Verdict
 def watching(*agents: str, speaks_layerpush: bool = True) -> PeerWatch:
     """One session, added at time 0, with agents of engine P."""
     watch = PeerWatch(T)
-    watch.add("P", agents or ("A",), 0.0)
+    watch.await_agents("P", agents or ("A",), 0.0)
     for agent in agents or ("A",):
         watch.on_message(agent, 0.0, speaks_layerpush)
     return watch
@@ -44,7 +44,7 @@ def watching(*agents: str, speaks_layerpush: bool = True) -> PeerWatch:
 
 def course(
     watch: PeerWatch, until: float, start: float = 0.0, verdict: Verdict | None = None
-) -> Iterator[tuple[float, Action]]:
+) -> Iterator[tuple[float, PeerAction]]:
     """The orders while only time passes. Each probe ends at once with this verdict."""
     now = start
     while (due := watch.next_due(now)) is not None and due <= until:
@@ -54,14 +54,14 @@ def course(
         for order in orders:
             yield now, order
             if isinstance(order, StartProbe) and verdict is not None:
-                watch.verdict(order.engine_id, order.agent, verdict, now)
+                watch.probe_ended(order.engine_id, order.agent, verdict, now)
 
 
-def times(order: Action | type[Action], orders: Iterable[tuple[float, Action]]) -> list[float]:
+def times(order: PeerAction | type[PeerAction], orders: Iterable[tuple[float, PeerAction]]) -> list[float]:
     return [at for at, one in orders if one == order or type(one) is order]
 
 
-def ordered(*args: Any, **kwargs: Any) -> list[Action]:
+def ordered(*args: Any, **kwargs: Any) -> list[PeerAction]:
     return [order for _, order in course(*args, **kwargs)]
 
 
@@ -103,7 +103,7 @@ def test_a_pause_of_this_process_is_not_silence_of_the_agent() -> None:
 def test_a_session_added_during_a_silence_has_its_own_timeout() -> None:
     watch = watching()
     assert times(SILENT, course(watch, 25.0)) == [T]
-    watch.add("P", ["A"], 25.0)
+    watch.await_agents("P", ["A"], 25.0)
     assert times(SILENT, course(watch, 100.0, 25.0)) == [25.0 + T]
 
 
@@ -134,13 +134,13 @@ def test_a_silent_agent_is_reported_even_if_its_side_channel_answers() -> None:
 
 def test_a_dead_process_is_reported_gone_within_a_second() -> None:
     watch = watching()
-    watch.lost("A", 1.0)
+    watch.send_failed("A", 1.0)
     assert (watch.next_due(1.0), watch.due(1.0)) == (1.0, [PROBE])
-    watch.verdict("P", "A", ENDED, 1.1)
+    watch.probe_ended("P", "A", ENDED, 1.1)
     assert watch.due(1.1) == [PING], "a living process would answer"
     assert (watch.next_due(1.1), watch.due(1.59)) == (1.1 + PROBE_GAP_S, [])
     assert watch.due(1.1 + PROBE_GAP_S) == [PROBE]
-    watch.verdict("P", "A", ENDED, 1.7)
+    watch.probe_ended("P", "A", ENDED, 1.7)
     assert (watch.next_due(1.7), watch.due(1.7)) == (1.7, [GONE])
     assert (watch.next_due(1.7), watch.due(100.0)) == (None, [])
 
@@ -148,25 +148,25 @@ def test_a_dead_process_is_reported_gone_within_a_second() -> None:
 def test_a_failed_send_confirms_a_death_found_by_a_probe() -> None:
     watch = watching()
     assert ordered(watch, T / 2) == [PING, PING, PROBE]
-    watch.verdict("P", "A", ENDED, 10.0)
+    watch.probe_ended("P", "A", ENDED, 10.0)
     assert watch.due(10.0) == [PING]
-    watch.lost("A", 10.0)
+    watch.send_failed("A", 10.0)
     assert watch.due(10.4) == []
     assert watch.due(10.5) == [PROBE]
-    watch.verdict("P", "A", ENDED, 10.5)
+    watch.probe_ended("P", "A", ENDED, 10.5)
     assert GONE in watch.due(10.5)
 
 
 def test_a_send_failure_after_both_probes_causes_a_third_probe() -> None:
     watch = watching()
     watch.due(10.0)
-    watch.verdict("P", "A", ENDED, 10.0)
+    watch.probe_ended("P", "A", ENDED, 10.0)
     assert watch.due(10.5) == [PING, PROBE]
-    watch.verdict("P", "A", ENDED, 10.5)
+    watch.probe_ended("P", "A", ENDED, 10.5)
     assert watch.due(10.5) == [PING]
-    watch.lost("A", 10.5)
+    watch.send_failed("A", 10.5)
     assert watch.due(10.5) == [PROBE]
-    watch.verdict("P", "A", ENDED, 10.6)
+    watch.probe_ended("P", "A", ENDED, 10.6)
     assert GONE in watch.due(10.6)
 
 
@@ -180,77 +180,77 @@ def test_probes_alone_do_not_prove_a_death() -> None:
 @pytest.mark.parametrize("between", ["a word", "another verdict"])
 def test_evidence_against_a_death_restarts_the_proof(between: str) -> None:
     watch = watching()
-    watch.lost("A", 1.0)
+    watch.send_failed("A", 1.0)
     watch.due(1.0)
-    watch.verdict("P", "A", ENDED, 1.0)
+    watch.probe_ended("P", "A", ENDED, 1.0)
     now = 1.0 + PROBE_GAP_S
     if between == "a word":
         watch.on_message("A", 1.1, speaks_layerpush=True)
     else:
         assert PROBE in watch.due(now)
-        watch.verdict("P", "A", UNKNOWN, now)
-    watch.lost("A", now)
+        watch.probe_ended("P", "A", UNKNOWN, now)
+    watch.send_failed("A", now)
     orders = ordered(watch, now + T, now, ENDED)
     assert orders[: orders.index(GONE)].count(PROBE) == 2
 
 
 def test_an_unanswered_probe_is_no_evidence_against_a_death() -> None:
     watch = watching()
-    watch.lost("A", 1.0)
+    watch.send_failed("A", 1.0)
     watch.due(1.0)
-    watch.verdict("P", "A", ENDED, 1.0)
+    watch.probe_ended("P", "A", ENDED, 1.0)
     assert PROBE in watch.due(2.0)
     assert PROBE in watch.due(2.0 + PROBE_LOST_S)
-    watch.verdict("P", "A", ENDED, 2.1 + PROBE_LOST_S)
+    watch.probe_ended("P", "A", ENDED, 2.1 + PROBE_LOST_S)
     assert GONE in watch.due(2.1 + PROBE_LOST_S)
 
 
 def test_a_probe_started_before_a_message_proves_no_death() -> None:
     watch = watching()
-    watch.lost("A", 1.0)
+    watch.send_failed("A", 1.0)
     assert PROBE in watch.due(1.0)
     watch.on_message("A", 1.1, speaks_layerpush=True)
-    watch.verdict("P", "A", ENDED, 1.2)
-    watch.lost("A", 1.3)
+    watch.probe_ended("P", "A", ENDED, 1.2)
+    watch.send_failed("A", 1.3)
     now = 1.2 + BEAT_S
     assert PROBE in watch.due(now)
-    watch.verdict("P", "A", ENDED, now)
+    watch.probe_ended("P", "A", ENDED, now)
     assert GONE not in watch.due(now)
 
 
 def test_an_unrequested_verdict_is_ignored() -> None:
     watch = watching("A", "B")
-    watch.lost("A", 1.0)
+    watch.send_failed("A", 1.0)
     for now in (1.0, 2.0, 3.0):
-        watch.verdict("P", "A", ENDED, now)
-    watch.verdict("Q", "A", ENDED, 3.0)
+        watch.probe_ended("P", "A", ENDED, now)
+    watch.probe_ended("Q", "A", ENDED, 3.0)
     assert watch.due(3.0) == [PROBE]
-    watch.verdict("P", "B", ENDED, 3.0)
-    watch.verdict("P", "A", ENDED, 3.0)
-    watch.verdict("P", "A", ENDED, 4.0)
+    watch.probe_ended("P", "B", ENDED, 3.0)
+    watch.probe_ended("P", "A", ENDED, 3.0)
+    watch.probe_ended("P", "A", ENDED, 4.0)
     assert GONE not in watch.due(4.0)
 
 
 def test_a_living_agent_is_reconnected_after_a_failed_send() -> None:
     watch = watching("A", "B")
-    watch.lost("A", 1.0)
-    watch.lost("B", 1.0)
+    watch.send_failed("A", 1.0)
+    watch.send_failed("B", 1.0)
     assert watch.due(1.0) == [PROBE]
-    watch.verdict("P", "A", ALIVE, 1.1)
+    watch.probe_ended("P", "A", ALIVE, 1.1)
     assert (watch.next_due(1.1), watch.due(1.1)) == (1.1, [RECONNECT, StartProbe("P", "B")])
     watch.on_message("B", 1.2, speaks_layerpush=True)
-    watch.verdict("P", "B", ALIVE, 1.3)
+    watch.probe_ended("P", "B", ALIVE, 1.3)
     assert watch.due(1.3) == []
-    watch.lost("A", 1.4)
+    watch.send_failed("A", 1.4)
     assert times(StartProbe, course(watch, 10.0, 1.4)) == [1.1 + BEAT_S]
 
 
 @pytest.mark.parametrize("cure", ["a word", "a connection", "neither"])
 def test_a_failed_send_is_evidence_until_a_message_or_a_reconnection(cure: str) -> None:
     watch = watching()
-    watch.lost("A", 1.0)
+    watch.send_failed("A", 1.0)
     watch.due(1.0)
-    watch.verdict("P", "A", ALIVE, 1.0)
+    watch.probe_ended("P", "A", ALIVE, 1.0)
     assert ordered(watch, 1.1, 1.0) == [RECONNECT]
     if cure == "a word":
         watch.on_message("A", 1.1, speaks_layerpush=True)
@@ -266,8 +266,8 @@ def test_a_failed_send_is_evidence_until_a_message_or_a_reconnection(cure: str) 
 def test_weak_signs_after_a_dropped_connection_do_not_prevent_a_gone_report(sign: str) -> None:
     """A message may be older than the failed send, and no later send can fail."""
     watch = watching()
-    watch.lost("A", 1.0)
-    watch.cut("A")
+    watch.send_failed("A", 1.0)
+    watch.connection_dropped("A")
     if sign == "a word":
         watch.on_message("A", 1.1, speaks_layerpush=True)
     else:
@@ -280,9 +280,9 @@ def test_reconnection_is_retried_at_each_sign_of_life(trouble: str) -> None:
     """A reconnection may fail."""
     watch = watching()
     if trouble == "lost":
-        watch.lost("A", 1.0)
+        watch.send_failed("A", 1.0)
     else:
-        watch.cut("A")
+        watch.connection_dropped("A")
     tries = times(RECONNECT, course(watch, 1.0 + 3 * BEAT_S, 1.0, ALIVE))
     assert tries == [1.0 + beat * BEAT_S for beat in range(4)]
     watch.reconnected(["A"])
@@ -293,25 +293,25 @@ def test_reconnection_is_retried_at_each_sign_of_life(trouble: str) -> None:
 def test_an_agent_whose_connection_we_dropped_is_never_reported_gone() -> None:
     """Our own act proves no death, even if the side channel says that the process has ended."""
     watch = watching()
-    watch.cut("A")
+    watch.connection_dropped("A")
     orders = []
     for _, order in course(watch, 3 * T, 1.0, ENDED):
         orders.append(order)
         if isinstance(order, SendPing):
-            watch.cut("A")
+            watch.connection_dropped("A")
     assert orders.count(PROBE) > 2
     assert GONE not in orders
 
 
 def test_a_new_connection_does_not_revive_a_dead_agent() -> None:
     watch = watching("A", "B")
-    watch.lost("A", 1.0)
-    watch.lost("B", 1.0)
+    watch.send_failed("A", 1.0)
+    watch.send_failed("B", 1.0)
     for now in (1.0, 2.0):
         assert PROBE in watch.due(now)
-        watch.verdict("P", "A", ENDED, now)
+        watch.probe_ended("P", "A", ENDED, now)
         watch.due(now)
-        watch.verdict("P", "B", UNKNOWN, now)
+        watch.probe_ended("P", "B", UNKNOWN, now)
     watch.reconnected(["A", "B", "nobody"])
     assert ordered(watch, 10.0, 2.0).count(GONE) <= 1
     assert "A" not in {getattr(order, "agent", None) for order in ordered(watch, 30.0, 10.0)}
@@ -319,16 +319,16 @@ def test_a_new_connection_does_not_revive_a_dead_agent() -> None:
 
 def test_an_engine_has_one_probe_at_a_time_and_every_agent_gets_a_turn() -> None:
     watch = watching("A", "B", "C")
-    watch.add("Q", ["D"], 0.0)
+    watch.await_agents("Q", ["D"], 0.0)
     for agent in "ABCD":
-        watch.lost(agent, 1.0)
+        watch.send_failed(agent, 1.0)
     assert watch.due(1.0) == [PROBE, StartProbe("Q", "D")]
     assert watch.due(2.0) == []
-    watch.verdict("P", "A", UNKNOWN, 3.0)
+    watch.probe_ended("P", "A", UNKNOWN, 3.0)
     assert watch.due(3.0) == [StartProbe("P", "B")]
-    watch.verdict("P", "B", ENDED, 3.0)
+    watch.probe_ended("P", "B", ENDED, 3.0)
     assert [order for order in watch.due(3.0) if isinstance(order, StartProbe)] == [StartProbe("P", "C")]
-    watch.verdict("P", "C", UNKNOWN, 3.1)
+    watch.probe_ended("P", "C", UNKNOWN, 3.1)
     assert watch.due(3.0 + PROBE_GAP_S) == [StartProbe("P", "B")]
 
 
@@ -339,43 +339,43 @@ def test_a_probe_without_a_verdict_times_out() -> None:
 
 def test_sessions_are_counted() -> None:
     watch = watching("A", "B")
-    watch.add("P", ["A"], 1.0)
-    watch.remove("P", ["A", "B"])
+    watch.await_agents("P", ["A"], 1.0)
+    watch.release_agents("P", ["A", "B"])
     assert len(watch) == 1
     assert ordered(watch, BEAT_S) == [PING]
-    watch.lost("A", 8.0)
+    watch.send_failed("A", 8.0)
     watch.due(8.0)
-    watch.verdict("P", "A", ALIVE, 8.0)
-    watch.remove("P", ["A", "nobody"])
+    watch.probe_ended("P", "A", ALIVE, 8.0)
+    watch.release_agents("P", ["A", "nobody"])
     assert (len(watch), watch.next_due(9.0)) == (0, None)
     watch.on_message("A", 9.0, speaks_layerpush=True)
-    watch.lost("A", 9.0)
-    watch.verdict("P", "A", ENDED, 9.0)
+    watch.send_failed("A", 9.0)
+    watch.probe_ended("P", "A", ENDED, 9.0)
     assert (len(watch), watch.due(100.0)) == (0, [])
     assert not any([watch._engines, watch._engine_of])
 
 
 def test_a_removed_agent_that_returns_is_watched_from_the_start() -> None:
     watch = watching()
-    watch.lost("A", 1.0)
+    watch.send_failed("A", 1.0)
     watch.due(1.0)
-    watch.remove("P", ["A"])
-    watch.verdict("P", "A", ENDED, 1.1)
-    watch.add("P", ["A"], 50.0)
+    watch.release_agents("P", ["A"])
+    watch.probe_ended("P", "A", ENDED, 1.1)
+    watch.await_agents("P", ["A"], 50.0)
     assert watch.next_due(50.0) == 50.0 + BEAT_S
-    watch.verdict("P", "A", ALIVE, 50.0)
+    watch.probe_ended("P", "A", ALIVE, 50.0)
     assert watch.due(50.0) == []
 
 
 def test_a_session_added_after_a_death_gets_the_gone_report() -> None:
     watch = watching()
-    watch.lost("A", 1.0)
+    watch.send_failed("A", 1.0)
     for now in (1.0, 1.0 + PROBE_GAP_S):
         assert PROBE in watch.due(now)
-        watch.verdict("P", "A", ENDED, now)
+        watch.probe_ended("P", "A", ENDED, now)
     assert GONE in watch.due(2.0)
     watch.on_message("A", 2.0, speaks_layerpush=True)
-    watch.add("P", ["A"], 3.0)
+    watch.await_agents("P", ["A"], 3.0)
     assert (watch.next_due(3.0), watch.due(3.0), watch.next_due(3.0)) == (3.0, [GONE], None)
 
 
@@ -403,7 +403,7 @@ class WatchMachine(RuleBasedStateMachine):
         """Engines with a living agent that sends do not reach."""
         self.gone: set[str] = set()
         self.silent: set[str] = set()
-        self.log: list[tuple[float, Action]] = []
+        self.log: list[tuple[float, PeerAction]] = []
 
     agents = st.sampled_from("ABCD")
 
@@ -413,7 +413,7 @@ class WatchMachine(RuleBasedStateMachine):
 
     @rule(agent=agents)
     def add(self, agent: str) -> None:
-        self.watch.add(self.engine(agent), [agent], self.now)
+        self.watch.await_agents(self.engine(agent), [agent], self.now)
         self.sessions[agent] += 1
         if agent in self.silent:
             self.silent.remove(agent)
@@ -426,7 +426,7 @@ class WatchMachine(RuleBasedStateMachine):
     @rule(agent=agents)
     def remove(self, agent: str) -> None:
         if self.sessions[agent]:
-            self.watch.remove(self.engine(agent), [agent])
+            self.watch.release_agents(self.engine(agent), [agent])
             self.sessions[agent] -= 1
 
     @rule(agent=agents, speaks_layerpush=st.booleans())
@@ -444,13 +444,13 @@ class WatchMachine(RuleBasedStateMachine):
 
     @rule(agent=agents)
     def lose(self, agent: str) -> None:
-        self.watch.lost(agent, self.now)
+        self.watch.send_failed(agent, self.now)
         if self.sessions[agent]:
             self.lost_since.setdefault(agent, self.now)
 
     @rule(agent=agents)
     def cut(self, agent: str) -> None:
-        self.watch.cut(agent)
+        self.watch.connection_dropped(agent)
         if self.sessions[agent]:
             self.cut_since.setdefault(agent, self.now)
 
@@ -466,7 +466,7 @@ class WatchMachine(RuleBasedStateMachine):
     @rule(agent=agents, verdict=st.sampled_from(Verdict))
     def judge(self, agent: str, verdict: Verdict) -> None:
         engine = self.engine(agent)
-        self.watch.verdict(engine, agent, verdict, self.now)
+        self.watch.probe_ended(engine, agent, verdict, self.now)
         name, begun = self.started.get(engine, ("", 0.0))
         if name != agent:
             return
@@ -516,7 +516,7 @@ class WatchMachine(RuleBasedStateMachine):
         if not any(self.sessions[other] for other in "ABCD" if other != agent and self.engine(other) == engine):
             self.started.pop(engine, None)
 
-    def _check(self, order: Action) -> None:
+    def _check(self, order: PeerAction) -> None:
         agent = getattr(order, "agent", None)
         if agent is not None:
             assert self.sessions[agent], f"{order} about an agent without a session"

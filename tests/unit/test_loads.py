@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from layerpush.core import liveness
-from layerpush.core.liveness import Action, Verdict
+from layerpush.core.liveness import PeerAction, Verdict
 from layerpush.core.load_news import LoadCleared, LoadCompleted, LoadNews, LoadParked, LoadToken
 from layerpush.core.wire import (
     Accepted,
@@ -77,7 +77,7 @@ class ScriptedWatch:
     """``orders`` are given at the next look; all calls are noted."""
 
     def __init__(self) -> None:
-        self.orders: list[Action] = []
+        self.orders: list[PeerAction] = []
         self.sessions: dict[tuple[str, str], int] = {}
         self.speaking: dict[str, bool] = {}
         self.lost_agents: list[str] = []
@@ -85,12 +85,14 @@ class ScriptedWatch:
         self.reconnections: list[tuple[str, ...]] = []
         self.verdicts: list[tuple[str, str, Verdict, float]] = []
 
-    def add(self, engine_id: str, agents: frozenset[str], now: float, speaks_layerpush: Container[str]) -> None:
+    def await_agents(
+        self, engine_id: str, agents: frozenset[str], now: float, speaks_layerpush: Container[str]
+    ) -> None:
         for agent in agents:
             self.speaking[agent] = agent in speaks_layerpush
             self.sessions[engine_id, agent] = self.sessions.get((engine_id, agent), 0) + 1
 
-    def remove(self, engine_id: str, agents: frozenset[str]) -> None:
+    def release_agents(self, engine_id: str, agents: frozenset[str]) -> None:
         for agent in agents:
             self.sessions[engine_id, agent] -= 1
 
@@ -100,19 +102,19 @@ class ScriptedWatch:
     def engine_of(self, agent: str) -> str | None:
         return next((engine_id for engine_id, each in self.sessions if each == agent), None)
 
-    def lost(self, agent: str, now: float) -> None:
+    def send_failed(self, agent: str, now: float) -> None:
         self.lost_agents.append(agent)
 
-    def cut(self, agent: str) -> None:
+    def connection_dropped(self, agent: str) -> None:
         self.cut_agents.append(agent)
 
     def reconnected(self, agents: Iterable[str]) -> None:
         self.reconnections.append(tuple(agents))
 
-    def verdict(self, engine_id: str, agent: str, verdict: Verdict, now: float) -> None:
+    def probe_ended(self, engine_id: str, agent: str, verdict: Verdict, now: float) -> None:
         self.verdicts.append((engine_id, agent, verdict, now))
 
-    def due(self, now: float) -> list[Action]:
+    def due(self, now: float) -> list[PeerAction]:
         orders, self.orders = self.orders, []
         return orders
 
@@ -223,7 +225,7 @@ class World(FakePeers):
         """As ``hears``, without the tick."""
         self.loads.on_message(agent, message, payload_of(message), self.now)
 
-    def orders(self, *orders: Action) -> None:
+    def orders(self, *orders: PeerAction) -> None:
         self.watch.orders = list(orders)
         self.tick()
 

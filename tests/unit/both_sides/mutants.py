@@ -136,13 +136,13 @@ def a_token_comes_with_a_load_that_has_not_asked(patch: Patch) -> None:
 
 @mutant()
 def a_refused_probe_proves_a_death(patch: Patch) -> None:
-    verdict = PeerWatch.verdict
+    verdict = PeerWatch.probe_ended
 
     def mutated(self: PeerWatch, engine_id: str, name: str, *args: Any) -> None:
-        self.lost(name, args[-1])
+        self.send_failed(name, args[-1])
         verdict(self, engine_id, name, *args)
 
-    patch.setattr(PeerWatch, "verdict", mutated)
+    patch.setattr(PeerWatch, "probe_ended", mutated)
 
 
 @mutant()
