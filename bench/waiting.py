@@ -38,7 +38,7 @@ from layerpush.prefill.links import Links
 from layerpush.prefill.push import Identity
 from layerpush.prefill.pushes import Pushes
 from layerpush.prefill.step_events import StepEvents
-from layerpush.telemetry.metrics.lag import Lag
+from layerpush.telemetry.metrics.loop_lag import LoopLag
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.peer_errors import PeerErrors
@@ -98,7 +98,7 @@ class Rank:
         errors, recorder, self.queued = PeerErrors(logging.getLogger("bench")), Recorder(), quiet.queued
         layers = [LayerSlots(f"layers.{layer}", 0, (layer,)) for layer in range(LAYERS)]
         layout = CacheLayout(tuple(layers), tuple(Region(layer << 30, 1 << 16, 4096) for layer in range(LAYERS)))
-        lag = Lag()
+        lag = LoopLag()
         self.waker = TimedWaker(lag.woken)
         self.steps = StepEvents(layout.index_of, self.waker.wake, None, wake_lazily=self.waker.wake_lazily)
         trace, meter = TraceFile(None, "P", 0), PushMeter(recorder)

@@ -22,7 +22,7 @@ from layerpush.prefill.fences import fences_for
 from layerpush.prefill.push import Identity
 from layerpush.prefill.pushes import Pushes
 from layerpush.prefill.step_events import StepEvents
-from layerpush.telemetry.metrics.lag import Lag
+from layerpush.telemetry.metrics.loop_lag import LoopLag
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
@@ -103,7 +103,7 @@ class Pusher:
         """Processor seconds of the thread until the end of its last turn."""
         self.failure: BaseException | None = None
         self._transport = transport
-        self._lag = Lag()
+        self._lag = LoopLag()
         self.waker = Waker(self._lag.woken)
         self._turning = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="push-writer", daemon=True)
@@ -128,11 +128,11 @@ class Pusher:
         try:
             while True:
                 self.waker.clear()
-                self._lag.began(time.perf_counter())
+                self._lag.turn_began(time.perf_counter())
                 with self._turning:
                     timeout, polls_layers = self._turn()
                     self.cpu_s = time.thread_time()
-                self._lag.ended(time.perf_counter(), timeout)
+                self._lag.turn_ended(time.perf_counter(), timeout)
                 self.waker.wait(timeout, polls_layers=polls_layers)
         except BaseException as error:  # else the main thread would wait for ever
             self.failure = error

@@ -205,7 +205,7 @@ class PrefillEnd:
             chunks = []
             for each, table in zip(progress, tables, strict=bool(progress)):
                 if not each.chunks and done:
-                    chunks.append(each.found(done, case.tokens, table))
+                    chunks.append(each.plan_cached(done, case.tokens, table))
                 chunks.append(each.advance(done, scheduled, case.tokens, table))
             first, done = done // BLOCK_TOKENS, done + scheduled
             places = prompts.place(first, -(-done // BLOCK_TOKENS))

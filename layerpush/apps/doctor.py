@@ -38,7 +38,7 @@ print(json.dumps({"version": version("nixl"), "plugins": sorted(agent.get_plugin
 """
 
 
-class Verdict(enum.StrEnum):
+class Grade(enum.StrEnum):
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -49,7 +49,7 @@ class Finding:
     """One check's result; `advice` is empty if no action is needed."""
 
     check: str
-    verdict: Verdict
+    verdict: Grade
     found: str
     advice: str = ""
 
@@ -57,12 +57,12 @@ class Finding:
 class Result(NamedTuple):
     """The return value of a check: a finding without the check's name."""
 
-    verdict: Verdict
+    verdict: Grade
     found: str
     advice: str = ""
 
 
-_ok, _warn, _fail = (partial(Result, verdict) for verdict in Verdict)
+_ok, _warn, _fail = (partial(Result, verdict) for verdict in Grade)
 
 
 def examine() -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 vLLM's scheduler serves requests that hold blocks first, in a queue of their own. A request whose load has failed gives
 its blocks back when it is at the head of that queue, and stays there. If the blocks that it needs now are not free, it
 blocks the queue: requests behind it have their KV and could run, and would give blocks back, but never get a turn. It
-may need more free blocks than it gave back: those that a prefill engine may still write are set aside, and a layer with
+may need more free blocks than it gave back: those that a prefill engine may still write are parked, and a layer with
 a sliding window computes tokens whose KV it would not have loaded. So ``Scheduler.schedule`` first moves such a request
 to the front of the other queue. If the scheduler is paused for new requests, it waits with them.
 

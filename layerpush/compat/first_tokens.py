@@ -25,7 +25,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.request import RequestStatus
 
 from layerpush.compat.patches import our_connectors
-from layerpush.core.first_token import Missing, Parameters, sampling_digest
+from layerpush.core.first_token import Missing, ParameterDigests, sampling_digest
 from layerpush.core.request_names import is_one_of_several
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _DEFAULTS = {name: getattr(SamplingParams(), name) for name in _SAMPLING}
 PARAMETER_DIGITS = 8
 
 
-def sampling_of(params: SamplingParams) -> tuple[str, Parameters]:
+def sampling_of(params: SamplingParams) -> tuple[str, ParameterDigests]:
     """A digest of all parameters that change the first token's probabilities, in hexadecimal digits, and those that are
     not vLLM's defaults. A seed changes none.
     """
@@ -140,7 +140,7 @@ class FirstTokens:
         if request_id in self._asked and not isinstance(self._asked[request_id], int):
             self._asked[request_id] = token
 
-    def reported(self, received: Iterable[str]) -> None:
+    def loads_ended(self, received: Iterable[str]) -> None:
         """These loads are over on all ranks."""
         self._loaded.update({request_id: self._asked.pop(request_id) for request_id in self._asked.keys() & received})
 

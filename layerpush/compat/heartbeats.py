@@ -16,8 +16,8 @@ class Heartbeats:
         self._named: dict[str, None] = {}
         self._announced = False
 
-    def add(self, request_ids: Iterable[str]) -> bool:
-        """A heartbeat names requests. True if the caller is to have the main thread ``take`` them. Writer thread."""
+    def add_requests(self, request_ids: Iterable[str]) -> bool:
+        """A heartbeat names requests. True: have the main thread call ``take_requests``. Writer thread."""
         for request_id in request_ids:
             if len(self._named) < KEPT:
                 self._named[request_id] = None
@@ -25,7 +25,7 @@ class Heartbeats:
         self._announced = self._announced or announce
         return announce
 
-    def take(self) -> set[str]:
+    def take_requests(self) -> set[str]:
         """Remove and return the named requests. Main thread."""
         self._announced = False  # first: a request that is named from now on is announced again, or is taken below
         named = set()

@@ -13,7 +13,7 @@ GRACE_S = 1.0
 SLACK_S = 0.1
 """vLLM reads the clock after us: a lease that ends within this many seconds counts as due."""
 
-Deadlines = dict[str, float]
+LeaseDeadlines = dict[str, float]
 """vLLM's table: when the lease of each request ends, in seconds of ``time.perf_counter``. Main thread."""
 
 
@@ -30,7 +30,7 @@ class SendLeases:
         self._expired: set[str] = set()
 
     def reap(
-        self, deadlines: Deadlines, now: float, is_read: Callable[[str], bool], expire: Callable[[str], None]
+        self, deadlines: LeaseDeadlines, now: float, is_read: Callable[[str], bool], expire: Callable[[str], None]
     ) -> None:
         """Prolong or end every lease that is due. Main thread.
 
@@ -60,13 +60,13 @@ class SendLeases:
             with self._lock:
                 self._posting.discard(request_id)
 
-    def settled(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
         """The worker holds nothing of the request any more, so no push of it can start. Writer thread."""
         with self._lock:
             self._expired.discard(request_id)
 
 
-def extend(deadlines: Deadlines, named: set[str], until: float, may_lapse: Callable[[str], bool]) -> None:
+def extend(deadlines: LeaseDeadlines, named: set[str], until: float, may_lapse: Callable[[str], bool]) -> None:
     """A heartbeat names requests: their leases end at ``until`` or later, unless they ``may_lapse``. Main thread.
 
     A router that asks both engines at once gives P's request another suffix than D's, so equal base ids suffice.

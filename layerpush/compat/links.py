@@ -36,7 +36,7 @@ def discover_link(
         try:
             targets = note_writes(_sample_request(worker, engine_id))
         except (NotImplementedError, AssertionError) as error:
-            reason = f"upstream cannot map it: {error}"
+            reason = f"vLLM cannot map it: {error}"
     if reason is None and not all(all(target.spec.local_block_ids) for target in targets):
         reason = "some KV cache groups go to other ranks than the rest"
     if reason is not None:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlPromMetrics
 
 from layerpush.compat.stats import KEY
-from layerpush.telemetry.metrics.bulk import observe_buckets
 from layerpush.telemetry.metrics.catalog import CATALOG, Kind, Metric
-from layerpush.telemetry.metrics.tally import Tally
+from layerpush.telemetry.metrics.metric_delta import Buckets, MetricDelta
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,7 +35,7 @@ class LayerPushPromMetrics(NixlPromMetrics):
         }
         self._families = {metric.key: self._register(metric, labelnames) for metric in CATALOG}
         self._children: dict[tuple[int, str, str], Any] = {}
-        self._levels: dict[int, Tally] = {}
+        self._levels: dict[int, MetricDelta] = {}
         for engine_idx in per_engine_labelvalues:
             for metric in CATALOG:
                 for value in metric.known_values:
@@ -49,15 +48,15 @@ class LayerPushPromMetrics(NixlPromMetrics):
         data = transfer_stats_data.get(KEY)
         if not data:
             return
-        tally = Tally.from_data(data)
-        levels = self._levels.setdefault(engine_idx, Tally())
+        delta = MetricDelta.from_data(data)
+        levels = self._levels.setdefault(engine_idx, MetricDelta())
         levels.merge({"gauges": data.get("gauges", {})})
         for metric in CATALOG:
-            for value, number in tally.counters.get(metric.key, {}).items():
+            for value, number in delta.counters.get(metric.key, {}).items():
                 self._child(engine_idx, metric, value).inc(number)
-            if metric.key in tally.histograms:
-                observe_buckets(self._child(engine_idx, metric), tally.histograms[metric.key])
-            if metric.key in tally.gauges:
+            if metric.key in delta.histograms:
+                prometheus_add(self._child(engine_idx, metric), delta.histograms[metric.key])
+            if metric.key in delta.gauges:
                 self._child(engine_idx, metric).set(levels.highest(metric))
 
     def _register(self, metric: Metric, labelnames: list[str]) -> Any:
@@ -79,3 +78,14 @@ class LayerPushPromMetrics(NixlPromMetrics):
             labels = [*self.per_engine_labelvalues[engine_idx], *own]
             child = self._children[engine_idx, metric.key, value] = self._families[metric.key].labels(*labels)
         return child
+
+
+def prometheus_add(histogram: Any, buckets: Buckets) -> None:
+    """Observe the mean of each bucket as often as the bucket counts: so the histogram's counts and its sum are right.
+
+    prometheus_client has no public call for several observations. One takes a few microseconds.
+    """
+    for index, (count, total) in enumerate(zip(buckets.counts, buckets.sums, strict=True)):
+        for _ in range(count):
+            mean = total / count
+            histogram.observe(min(mean, buckets.bounds[index]) if index < len(buckets.bounds) else mean)

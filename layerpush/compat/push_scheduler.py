@@ -131,7 +131,7 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
         return digest.hexdigest()
 
 
-def awaits_scheduling(request: Any) -> bool:
+def lacks_registration(request: Any) -> bool:
     """Whether a decode engine has not registered this request's blocks yet."""
     params = request.kv_transfer_params
     return bool(params and params.get("do_remote_prefill"))

@@ -204,7 +204,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
 
     def _handle_heartbeat(self, _: str) -> None:
         until = time.perf_counter() + self._lease_extension
-        extend(self._reqs_to_send, self._heartbeats.take(), until, self.may_lapse)
+        extend(self._reqs_to_send, self._heartbeats.take_requests(), until, self.may_lapse)
 
     def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
         self._leases.reap(self._reqs_to_send, time.perf_counter(), self.has_writes_in_flight, self.lease_expired)
@@ -235,7 +235,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         """Take P's requests that the main thread has reported as sent, or whose lease is over."""
         for request_id in _drained(self._evict_finished_inbox):
             yield request_id
-            self._leases.settled(request_id)
+            self._leases.forget(request_id)
 
     def deferred_pushes(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         """Take whole-request pushes whose handshake is over: request, blocks, registration."""
@@ -435,7 +435,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
 
     def heartbeat(self, message: Heartbeat) -> None:
         """Hand the requests of a heartbeat to vLLM's main thread."""
-        if self._heartbeats.add(message.request_ids):
+        if self._heartbeats.add_requests(message.request_ids):
             self.pass_on(HEARTBEAT_PREFIX)
 
     def pass_on(self, notification: bytes) -> None:

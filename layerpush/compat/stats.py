@@ -10,8 +10,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
+from layerpush.telemetry.metrics.metric_delta import MetricDelta
 from layerpush.telemetry.metrics.summary import is_eventful, summary
-from layerpush.telemetry.metrics.tally import Tally
 from layerpush.telemetry.trace_records import WriteSums
 
 KEY = "layerpush"
@@ -23,7 +23,7 @@ class TransferStats:
     def __init__(self) -> None:
         self._telemetry: deque[Any] = deque()
 
-    def landed(self, telemetry: Any) -> None:
+    def write_landed(self, telemetry: Any) -> None:
         """A WRITE of a whole-request push has landed. ``telemetry`` is NIXL's."""
         self._telemetry.append(telemetry)
 
@@ -53,50 +53,50 @@ class TransferStats:
 
 
 class LayerPushStats(NixlKVConnectorStats):
-    """``data`` is vLLM's dict with a ``Tally``'s data under ``KEY``. vLLM sends it between processes."""
+    """``data`` is vLLM's dict with a ``MetricDelta``'s data under ``KEY``. vLLM sends it between processes."""
 
     def reset(self) -> None:
         super().reset()
-        self.data[KEY] = Tally().to_data()
+        self.data[KEY] = MetricDelta().to_data()
 
     @classmethod
-    def joined(cls, upstream: KVConnectorStats | None, tally: Tally | None) -> LayerPushStats | None:
+    def joined(cls, of_vllm: KVConnectorStats | None, delta: MetricDelta | None) -> LayerPushStats | None:
         """Both parts as one report; None if there is neither."""
-        if upstream is None and tally is None:
+        if of_vllm is None and delta is None:
             return None
         stats = cls()
-        if upstream is not None:
-            stats.data.update(upstream.data)
-        if tally is not None:
-            stats.data[KEY] = tally.to_data()
+        if of_vllm is not None:
+            stats.data.update(of_vllm.data)
+        if delta is not None:
+            stats.data[KEY] = delta.to_data()
         return stats
 
     @property
-    def tally(self) -> Tally:
+    def delta(self) -> MetricDelta:
         """A copy of layerpush's part."""
-        return Tally.from_data(self.data.get(KEY, {}))
+        return MetricDelta.from_data(self.data.get(KEY, {}))
 
     def is_empty(self) -> bool:
         """Whether vLLM may drop this report instead of sending it to the front end."""
-        return self._is_silent_upstream() and self.tally.is_empty
+        return self._vllms_is_empty() and self.delta.is_empty
 
     def aggregate(self, other: KVConnectorStats) -> LayerPushStats:
         """Add the report of another rank or process, or a later one. ``other`` does not change."""
-        tally = self.tally
-        tally.merge(other.data.get(KEY, {}))
+        delta = self.delta
+        delta.merge(other.data.get(KEY, {}))
         for key in other.data.keys() - {KEY}:
             self.data[key] = [*self.data.get(key, ()), *other.data[key]]
-        self.data[KEY] = tally.to_data()
+        self.data[KEY] = delta.to_data()
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """Numbers for vLLM's log line: layerpush's first, then vLLM's if there were pushes."""
-        line = summary(self.tally)
-        if not self._is_silent_upstream():
+        line = summary(self.delta)
+        if not self._vllms_is_empty():
             line |= super().reduce()
         return line
 
-    def _is_silent_upstream(self) -> bool:
+    def _vllms_is_empty(self) -> bool:
         return bool(super().is_empty())
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,4 +111,4 @@ class IntervalStats(LayerPushStats):
 
     def is_empty(self) -> bool:
         """Whether a log line would be empty. Gauges alone make no log line."""
-        return self._is_silent_upstream() and not is_eventful(self.tally)
+        return self._vllms_is_empty() and not is_eventful(self.delta)

@@ -91,4 +91,4 @@ class WholeWrites:
             logger.warning("NIXL has no telemetry of a WRITE of %s: %s", request_id, error)
             return
         transfer.record.descriptors, transfer.record.bytes = telemetry.descCount, telemetry.totalBytes
-        self._stats.landed(telemetry)
+        self._stats.write_landed(telemetry)

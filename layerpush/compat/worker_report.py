@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from layerpush.core.load_news import LoadNews
-from layerpush.telemetry.metrics.recorder import Ending
+from layerpush.telemetry.metrics.recorder import Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class AbortsPending:
     """Pushes of aborted requests of this prefill engine are not over."""
 
 
-Reported = LoadNews | PushWithdrawn | AbortsPending | Ending
+Reported = LoadNews | PushWithdrawn | AbortsPending | Ended
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ V = TypeVar("V")
 ENTRY_BYTES = 256
 """Bytes of an entry without its key and value."""
 LIVE_LOOKS = 8
-"""Live entries that ``note`` steps over at most. It adds one, so it catches up."""
+"""Live entries that ``put`` steps over at most. It adds one, so it catches up."""
 
 
 class BoundedDict(MutableMapping[K, V]):
@@ -31,7 +31,7 @@ class BoundedDict(MutableMapping[K, V]):
         return self._entries[key][0]
 
     def __setitem__(self, key: K, value: V) -> None:
-        self.note(key, value)
+        self.put(key, value)
 
     def __delitem__(self, key: K) -> None:
         self.held_bytes -= self._entries.pop(key)[1]
@@ -42,7 +42,7 @@ class BoundedDict(MutableMapping[K, V]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def note(self, key: K, value: V, is_live: Callable[[K], bool] = lambda _: False) -> None:
+    def put(self, key: K, value: V, is_live: Callable[[K], bool] = lambda _: False) -> None:
         """Set an entry, and forget the oldest ones beyond the limits. An entry whose key ``is_live`` stays."""
         self.pop(key, None)
         size = ENTRY_BYTES + size_of(key) + size_of(value)

@@ -12,7 +12,7 @@ that was sampled with the request's parameters.
 """
 
 
-Parameters = tuple[tuple[str, str], ...]
+ParameterDigests = tuple[tuple[str, str], ...]
 """Sampling parameters that are not vLLM's defaults: the name of each, and a digest of its value."""
 
 
@@ -21,13 +21,13 @@ class Sampled(NamedTuple):
 
     token: int
     sampling: str
-    parameters: Parameters = ()
+    parameters: ParameterDigests = ()
 
     def for_request(self, sampling: str) -> int | None:
         """The token, if a request with these sampling parameters may start with it."""
         return self.token if self.sampling == sampling else None
 
-    def differing(self, parameters: Parameters) -> tuple[str, ...]:
+    def differing(self, parameters: ParameterDigests) -> tuple[str, ...]:
         """The names of the parameters that differ from those of a request, in alphabetical order."""
         return tuple(sorted({name for name, _ in set(self.parameters) ^ set(parameters)}))
 

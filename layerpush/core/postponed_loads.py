@@ -29,22 +29,22 @@ class PostponedLoads:
         sets for good when it has its blocks: so no two requests wait for each other.
         """
 
-    def came(self, request_id: str, names: Collection[str]) -> None:
+    def request_waits(self, request_id: str, names: Collection[str]) -> None:
         """A request waits for blocks. P knows its prompt by one of these ``names``."""
         self._waiting[request_id] = frozenset(names)
 
-    def placed(self, request_id: str) -> None:
+    def request_placed(self, request_id: str) -> None:
         """A request has its blocks, or has ended without any."""
         self._waiting.pop(request_id, None)
         self._postponed.pop(request_id, None)
         for others in self._postponed.values():
             others.discard(request_id)
 
-    def queued(self, request_id: str, computed: Names) -> None:
+    def load_queued(self, request_id: str, computed: Names) -> None:
         """P cannot begin this load. It holds the prompts with these names."""
         self._queued[request_id] = computed
 
-    def unregistered(self, request_id: str, rank: int) -> None:
+    def load_unregistered(self, request_id: str, rank: int) -> None:
         """This rank of the engine has unregistered the load."""
         if request_id in self._asked:
             self._unregistered.setdefault(request_id, set()).add(rank)
@@ -67,7 +67,7 @@ class PostponedLoads:
         """Whether the load is being unregistered. If it ends as failed, its request is not to fail."""
         return request_id in self._asked
 
-    def ended(self, request_id: str) -> bool:
+    def load_ended(self, request_id: str) -> bool:
         """A load is over on all ranks. True if the request is to wait for blocks again: every rank unregistered it."""
         others, ranks = self._asked.pop(request_id, None), self._unregistered.pop(request_id, set())
         self._queued.pop(request_id, None)
@@ -80,8 +80,8 @@ class PostponedLoads:
         """Whether a request that it gives way to still waits for blocks."""
         return bool(self._postponed.get(request_id))
 
-    def finished(self, request_id: str) -> None:
+    def request_finished(self, request_id: str) -> None:
         """The engine has finished the request, in any state."""
-        self.placed(request_id)
-        self.ended(request_id)
+        self.request_placed(request_id)
+        self.load_ended(request_id)
         self._postponed.pop(request_id, None)

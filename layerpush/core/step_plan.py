@@ -97,7 +97,7 @@ class PromptProgress:
         self.chunks = self.planned_tokens = 0
         self.planned_blocks = [0] * len(self.block_sizes)
 
-    def found(self, cached: int, prompt_tokens: int, tables: Sequence[Sequence[int]]) -> ChunkPlan | None:
+    def plan_cached(self, cached: int, prompt_tokens: int, tables: Sequence[Sequence[int]]) -> ChunkPlan | None:
         """Plan the first ``cached`` tokens, which earlier steps computed; None if they fill no block.
 
         Call it before the first ``advance`` of an epoch. A resumed request may have more cached tokens than its prompt.
@@ -106,7 +106,7 @@ class PromptProgress:
         chunk = self._chunk(0, min(cached, prompt_tokens), prompt_tokens, tables, cached=True)
         if not any(group.blocks for group in chunk.groups):
             return None
-        self._note(chunk)
+        self._count_planned(chunk)
         return chunk
 
     def advance(
@@ -124,7 +124,7 @@ class PromptProgress:
         if end <= start or end <= self.planned_tokens:
             return None
         chunk = self._chunk(start, end, prompt_tokens, tables)
-        self._note(chunk)
+        self._count_planned(chunk)
         return chunk
 
     def _chunk(
@@ -150,7 +150,7 @@ class PromptProgress:
             self.provisional,
         )
 
-    def _note(self, chunk: ChunkPlan) -> None:
+    def _count_planned(self, chunk: ChunkPlan) -> None:
         self.chunks += 1
         self.planned_tokens = chunk.end
         self.planned_blocks = [group.end for group in chunk.groups]

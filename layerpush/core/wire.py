@@ -1,6 +1,6 @@
 """Messages between a prefill and a decode worker, as bytes and as structs.
 
-Three notifications are upstream vLLM's, and a stock ``NixlPushConnector`` sends and understands them: the registration
+Three notifications are vLLM's, and a stock ``NixlPushConnector`` sends and understands them: the registration
 (``PUSH_REG``, a msgpack map), the completion ``<decode request id>:<prefill world size>`` and the heartbeat
 ``HB:<prefill request id>,...``. The others are ours: a msgpack map behind ``LAYERPUSH:``, sent only to a peer that is
 known to speak them. For any other peer ``encode_quietly`` hides them in a heartbeat, which stock peers ignore. Unknown
@@ -129,7 +129,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class _FlatRegistration(Registration, frozen=True, kw_only=True):
-    """A registration of one cache group, without the list of groups around it. Upstream accepts this form."""
+    """A registration of one cache group, without the list of groups around it. vLLM accepts this form."""
 
     local_block_ids: Blocks  # type: ignore[assignment]
 
@@ -416,7 +416,7 @@ def _read_completion(notification: bytes) -> Completion:
     request_id, _, number = notification.rpartition(b":")
     text = _text(request_id, "a notification")
     if not number.isdigit() or len(number) > MAX_RANK_DIGITS or int(number) == 0:
-        raise WireError(f"a notification is neither ours nor upstream's: {notification[:64]!r}")
+        raise WireError(f"a notification is neither ours nor vLLM's: {notification[:64]!r}")
     if not _is_id(text):
         raise WireError(f"the request id of a completion is empty, too long or not clean: {notification[:64]!r}")
     return Completion(text, int(number))

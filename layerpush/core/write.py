@@ -37,4 +37,4 @@ class Write:
 
 
 WHOLE = Write(-1, 0, 0, 0, ())
-"""Stands for upstream's WRITEs of a whole request: a session knows only whether they are on the wire."""
+"""Stands for vLLM's WRITEs of a whole request: a session knows only whether they are on the wire."""

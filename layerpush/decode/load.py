@@ -185,10 +185,10 @@ class Load:
                 self._log(logging.INFO, reason)
                 self._outcomes.add(self._record, "aborted", reason, now)
             case load_protocol.Park(reason):
-                self._log(logging.WARNING, f"{reason}; its blocks are set aside until that engine answers or ends")
+                self._log(logging.WARNING, f"{reason}; its blocks are parked until that engine answers or ends")
                 self._outcomes.add(self._record, "parked", reason, now)
             case load_protocol.Clear():
-                logger.info("the blocks that were set aside for %s are free again", self.session.request_id)
+                logger.info("the parked blocks of %s are free again", self.session.request_id)
                 self._outcomes.clear(self._record, now)
 
     def _decline_if_unregistered(self) -> None:

@@ -27,7 +27,7 @@ class State(enum.Enum):
         "the engine aborted the request and holds its blocks: prefill ranks are asked to stop, and may still write"
     )
     LOADED = "every byte is there; the prefill engine's first token is on its way"
-    PARKED = "the load was reported as failed and its blocks are set aside: prefill ranks may still write"
+    PARKED = "the load was reported as failed and its blocks are parked: prefill ranks may still write"
     CLOSED = "no prefill rank writes any more"
 
 
@@ -191,14 +191,14 @@ class ReportAborted(Action):
 
 @dataclass(frozen=True, slots=True)
 class Park(Action):
-    """Report the load as failed, but set its blocks aside: `Clear` follows."""
+    """Report the load as failed, but park its blocks: `Clear` follows."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Clear(Action):
-    """The blocks that were set aside may be used again."""
+    """The parked blocks may be used again."""
 
 
 S = State

@@ -10,7 +10,7 @@ next state raises ``IllegalTransitionError``.
     LOADED        every byte is there; an agent has promised P's first token, which may come for ``TOKEN_WAIT_S`` longer
     CANCELLING    the load has failed; agents are asked to stop; after ``cancel_timeout_s`` the load is parked
     ABORTING      the engine aborted the request and keeps its blocks; agents are asked to stop, for as long as it takes
-    PARKED        the load was reported as failed; the blocks are set aside until no agent may write
+    PARKED        the load was reported as failed; the blocks are parked until no agent may write
     CLOSED        no agent may write
 
 The load that owns the session (``decode.load.Load``) calls ``handle`` on the writer thread and performs the actions.

@@ -159,10 +159,10 @@ class Loads:
                 self._dropped(self._early.add(sender, message, payload, now), now)
         elif sender not in load.session.agents:
             text = f"agent {sender} reports on {message.request_id}, which is not registered with it"
-            self._peer_errors.add("foreign word", text, now)
+            self._peer_errors.add("foreign status", text, now)
         elif isinstance(message, FirstToken) and load.registration.sampling is None:
             text = f"agent {sender} sends a first token for {message.request_id}, which has not asked for it"
-            self._peer_errors.add("foreign word", text, now)
+            self._peer_errors.add("foreign status", text, now)
         else:
             try:
                 load.on_message(sender, message, payload, now)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from layerpush.core.first_token import Missing
 from layerpush.core.load_news import LoadCleared, LoadCompleted, LoadNews, LoadParked, LoadToken, LoadUnregistered
 from layerpush.telemetry.metrics.catalog import LOAD, LOADS
-from layerpush.telemetry.metrics.recorder import Ending, Recorder
+from layerpush.telemetry.metrics.recorder import Ended, Recorder
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import LoadRecord, clock_name
 
@@ -67,7 +67,7 @@ class Outcomes:
         ``first_token``: P's token or the reason that there is none; None if the load did not ask for it.
         """
         times = {LOAD.key: now - record.t_awaited} if outcome == "loaded" and record.t_awaited is not None else {}
-        self._recorder.ended(Ending(record.request_id, LOADS.key, outcome, times=times))
+        self._recorder.record_ended(Ended(record.request_id, LOADS.key, outcome, times=times))
         settled = {"loaded": "completed", "aborted": "cancelled", "unregistered": "cancelled"}.get(outcome, "failed")
         record.settled(settled, reason, now)
         if outcome == "unregistered":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SETTLE_S = 1.0
+ABORT_REPORT_S = 1.0
 """Seconds for which an engine without requests keeps stepping to report aborted pushes."""
 NEXT_REPORT_S = 0.1
 """Seconds for which an engine keeps stepping after the newest report of such pushes, at least one step."""
@@ -13,23 +13,23 @@ class UnreportedAborts:
     in a step.
 
     The main thread calls ``dropped`` and asks ``is_pending``; the writer thread reads ``count`` before a turn and
-    passes it to ``settled`` when all pushes dropped by then have drained.
+    passes it to ``drained`` when all pushes dropped by then have drained.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._settled = 0
+        self._drained = 0
         self._until = 0.0
 
     def dropped(self, now: float) -> None:
         """Requests were aborted, or a lease has ended."""
         self.count += 1
-        self._until = now + SETTLE_S
+        self._until = now + ABORT_REPORT_S
 
-    def settled(self, count: int) -> None:
+    def drained(self, count: int) -> None:
         """The pushes of the first ``count`` drops have drained."""
-        self._settled = count
+        self._drained = count
 
     def is_pending(self, now: float) -> bool:
         """Whether the engine has to keep stepping."""
-        return self._settled < self.count and now < self._until
+        return self._drained < self.count and now < self._until

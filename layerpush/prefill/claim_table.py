@@ -63,7 +63,7 @@ class ClaimTable:
             return index.add(claim, [key, *self._pairing.keys(claim.named)], now)
         if claim.state is not State.IDLE or claim.registration is not None:
             memory = self._served if claim.state is State.SERVED else self._over
-            memory.note(key, claim, self._is_live)
+            memory.put(key, claim, self._is_live)
         return []
 
     def expire(self, now: float) -> list[Claim]:

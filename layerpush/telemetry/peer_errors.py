@@ -15,7 +15,7 @@ OTHER = "other"
 
 
 @dataclass
-class _Kind:
+class _LoggedKind:
     silent_until: float = float("-inf")
     suppressed: int = 0
 
@@ -32,7 +32,7 @@ class PeerErrors:
         self.counts: Counter[str] = Counter()
         self._logger = logger
         self._quiet_s = quiet_s
-        self._kinds: dict[str, _Kind] = {}
+        self._kinds: dict[str, _LoggedKind] = {}
 
     def add(self, kind: str, text: str, now: float) -> None:
         """Count an error of this kind. Log ``text`` unless the kind's last line is younger than ``quiet_s``.
@@ -42,7 +42,7 @@ class PeerErrors:
         if kind not in self._kinds:
             if len(self._kinds) >= MAX_KINDS:
                 kind = OTHER
-            self._kinds.setdefault(kind, _Kind())
+            self._kinds.setdefault(kind, _LoggedKind())
         self.counts[kind] += 1
         state = self._kinds[kind]
         if now < state.silent_until:

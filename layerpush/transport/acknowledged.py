@@ -152,8 +152,8 @@ class AcknowledgedTransport:
 
     def _note_landed(self, agent: str, number: int) -> None:
         numbers = self._landed.get(agent) or BoundedDict(LANDED_KEPT, LANDED_BYTES)
-        numbers.note(number, None)
-        self._landed.note(agent, numbers)
+        numbers.put(number, None)
+        self._landed.put(agent, numbers)
 
     def _acknowledge(self, agent: str, number: int) -> None:
         posted = self._unacknowledged.get(number)

@@ -111,4 +111,4 @@ class Peers:
 
     def keep(self, peer: Peer) -> None:
         """It has grown, or is the newest to count. Forget the oldest ones beyond the limits."""
-        self._peers.note(peer.engine_id, peer, lambda engine_id: self._peers[engine_id].is_used)
+        self._peers.put(peer.engine_id, peer, lambda engine_id: self._peers[engine_id].is_used)

@@ -149,7 +149,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "Parked",
             "short",
             levels(catalog.PARKED_REQUESTS, catalog.PARKED_BLOCKS),
-            "Out of use until the P that may still write them answers or is known to have ended.",
+            "Parked until the P that may still write them answers or is known to have ended.",
         ),
         Panel("Lost peers", "ops", {"{{how}}": rate(catalog.LOST_PEERS, by="how")}),
     ),

@@ -10,7 +10,7 @@ from layerpush.engine.scheduler import side_channel
 from layerpush.engine.worker import inbox, side_channel_probe
 from layerpush.prefill import claim_table, decode_peers, prompt_requests
 from layerpush.telemetry import peer_errors, spans, trace_file
-from layerpush.telemetry.metrics import endings, tally
+from layerpush.telemetry.metrics import ended_counts, metric_delta
 from layerpush.transport import acknowledged, connections, nixl, peers
 from scripts.docgen.tables import table
 
@@ -226,10 +226,10 @@ TABLES = (
         "ends of pushes and loads that not all ranks have reported",
         None,
         None,
-        endings.KEPT_S,
+        ended_counts.KEPT_S,
         "counted as they are",
     ),
-    ("both", "label values of a counter", tally.MAX_LABEL_VALUES, None, None, "counted as one, `other`"),
+    ("both", "label values of a counter", metric_delta.MAX_LABEL_VALUES, None, None, "counted as one, `other`"),
 )
 
 

@@ -294,7 +294,7 @@ def test_a_received_load_is_decoded_and_its_blocks_returned(waiting: tuple[Decod
 
 
 def test_a_failed_load_does_not_hold_up_complete_ones(decode: Build) -> None:
-    """The failed one needs new blocks, for its first ones are set aside. Only the end of the others frees some."""
+    """The failed one needs new blocks, for its first ones are parked. Only the end of the others frees some."""
     d = decode(policy="recompute")
     names = [f"r{number}" for number in range(5)]
     for name in names:

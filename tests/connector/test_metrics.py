@@ -14,7 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from layerpush.engine import unreported_aborts
 from layerpush.engine.worker.packing import MIN_BYTES
 from layerpush.prefill.pushes import Pushes
-from layerpush.telemetry.metrics.endings import Endings
+from layerpush.telemetry.metrics.ended_counts import EndedCounts
 from tests.connector.engine import LAYERS, Engine
 from tests.connector.test_lifecycle import STEPS, TOKENS, asks_first, ends_well, run
 from tests.metrics_front_end import FrontEnd
@@ -106,7 +106,7 @@ def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
 def with_two_ranks(engine: Engine) -> None:
     """From now on a second rank reports the same as the first one in each step."""
     scheduler, update, ranks = engine.connector.connector_scheduler, engine._update, KVOutputAggregator(2)
-    scheduler._endings = Endings(2, scheduler.metrics.recorder)
+    scheduler._ended = EndedCounts(2, scheduler.metrics.recorder)
 
     def update_from_both(output: SchedulerOutput, ready: list[str], result: KVConnectorOutput) -> None:
         reports = [result, pickle.loads(pickle.dumps(result))]
@@ -191,7 +191,7 @@ def test_the_scheduler_reports_parked_requests_and_blocks(engine: Build, front_e
 def test_an_engine_that_falls_idle_reports_an_aborted_push(
     engine: Build, front_end: FrontEnd, registers: bool, attempt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unreported_aborts, "SETTLE_S", 60.0)  # the writer thread may get no core for seconds
+    monkeypatch.setattr(unreported_aborts, "ABORT_REPORT_S", 60.0)  # the writer thread may get no core for seconds
     p = engine("kv_producer", {"granularity": "layer"})
     if registers:
         d = engine("kv_consumer")

@@ -177,7 +177,7 @@ def test_p_restarted_while_d_waits(fleet: Fleet, reference: Reference, log: LogV
 
 @pytest.mark.parametrize("packing", ["auto", engines.for_test_all("gather")])
 def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing) -> None:
-    """P freezes with WRITEs on the wire. D sets the blocks aside, goes on without them, and gets them back later."""
+    """P freezes with WRITEs on the wire. D parks the blocks, goes on without them, and gets them back later."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     warm_up(p, d)
     spoil_writes(p, "early", "hold")

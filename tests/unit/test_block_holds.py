@@ -58,22 +58,22 @@ def test_blocks_count_as_parked_only_after_the_engine_freed_them(pool: Pool, blo
 
     block_holds.hold("r", [1, 2, 3])
     block_holds.hold("s", [4])
-    block_holds.parked("r", 0)
-    block_holds.parked("r", 1)
+    block_holds.park("r", 0)
+    block_holds.park("r", 1)
     assert parked() == (0, 0), "the engine holds the blocks itself"
-    block_holds.settled("r")
-    block_holds.settled("s")
+    block_holds.load_ended("r")
+    block_holds.load_ended("s")
     assert parked() == (1, 3)
-    block_holds.cleared("r", 0)
+    block_holds.clear("r", 0)
     assert parked() == (1, 3)
-    block_holds.cleared("r", 1)
+    block_holds.clear("r", 1)
     assert parked() == (0, 0)
 
 
 def test_blocks_at_the_end_of_a_prompt_are_freed_first(pool: Pool, block_holds: BlockHolds) -> None:
     """As in vLLM."""
     block_holds.hold("r", [1, 2, 3])
-    block_holds.settled("r")
+    block_holds.load_ended("r")
     assert pool.freed == [3, 2, 1]
 
 
@@ -96,14 +96,14 @@ def test_no_order_of_events_frees_a_block_that_a_rank_may_still_write(steps: lis
                 under_way.setdefault(request, set())
                 settled.discard(request)
             case "parked":
-                block_holds.parked(name, rank)
+                block_holds.park(name, rank)
                 if request in under_way:
                     under_way[request].add(rank)
             case "cleared":
-                block_holds.cleared(name, rank)
+                block_holds.clear(name, rank)
                 under_way.get(request, set()).discard(rank)
             case "settled":
-                block_holds.settled(name)
+                block_holds.load_ended(name)
                 settled.add(request)
         for one in [one for one in under_way if one in settled and not under_way[one]]:
             del under_way[one]
@@ -115,69 +115,69 @@ def test_no_order_of_events_frees_a_block_that_a_rank_may_still_write(steps: lis
 
 
 def test_an_overdue_push_is_cancelled_once(awaited: AwaitedPushes) -> None:
-    awaited.registered("r", [1], 100.0)
-    assert awaited.cancelled(579.9) == {}
+    awaited.await_push("r", [1], 100.0)
+    assert awaited.take_cancelled(579.9) == {}
     assert not awaited.needs_steps
-    assert awaited.cancelled(580.0) == {"r": "no push within 480 s (push_registration_timeout)"}
-    assert awaited.cancelled(9e9) == {}
+    assert awaited.take_cancelled(580.0) == {"r": "no push within 480 s (push_registration_timeout)"}
+    assert awaited.take_cancelled(9e9) == {}
     assert awaited.needs_steps, "the workers have not reported the end yet"
     assert len(awaited) == 1
-    awaited.reported(["r"])
+    awaited.loads_ended(["r"])
     assert not awaited.needs_steps
     assert len(awaited) == 0
 
 
 def test_only_overdue_pushes_are_cancelled(awaited: AwaitedPushes) -> None:
     for number in range(3):
-        awaited.registered(f"r-{number}", [number], float(number))
-    assert set(awaited.cancelled(481.0)) == {"r-0", "r-1"}
-    assert set(awaited.cancelled(482.0)) == {"r-2"}
+        awaited.await_push(f"r-{number}", [number], float(number))
+    assert set(awaited.take_cancelled(481.0)) == {"r-0", "r-1"}
+    assert set(awaited.take_cancelled(482.0)) == {"r-2"}
 
 
 def test_a_second_registration_restarts_the_timeout(awaited: AwaitedPushes) -> None:
-    awaited.registered("again", [1], 0.0)
-    awaited.registered("other", [2], 10.0)
-    awaited.registered("again", [3], 20.0)
-    assert set(awaited.cancelled(495.0)) == {"other"}
-    assert set(awaited.cancelled(500.0)) == {"again"}
+    awaited.await_push("again", [1], 0.0)
+    awaited.await_push("other", [2], 10.0)
+    awaited.await_push("again", [3], 20.0)
+    assert set(awaited.take_cancelled(495.0)) == {"other"}
+    assert set(awaited.take_cancelled(500.0)) == {"again"}
 
 
 def test_an_aborted_request_is_cancelled_once(awaited: AwaitedPushes) -> None:
-    awaited.registered("r", [1], 0.0)
-    awaited.finished("r")
+    awaited.await_push("r", [1], 0.0)
+    awaited.request_finished("r")
     assert awaited.needs_steps
-    assert awaited.cancelled(1.0) == {"r": ABORTED}
-    assert awaited.cancelled(9e9) == {}
-    awaited.reported(["r"])
+    assert awaited.take_cancelled(1.0) == {"r": ABORTED}
+    assert awaited.take_cancelled(9e9) == {}
+    awaited.loads_ended(["r"])
     assert not awaited.needs_steps
 
 
 def test_an_abort_cancels_an_overdue_request_again(awaited: AwaitedPushes) -> None:
-    awaited.registered("r", [1], 0.0)
-    assert "no push" in awaited.cancelled(480.0)["r"]
-    awaited.finished("r")
-    assert awaited.cancelled(481.0) == {"r": ABORTED}
-    assert awaited.cancelled(482.0) == {}
+    awaited.await_push("r", [1], 0.0)
+    assert "no push" in awaited.take_cancelled(480.0)["r"]
+    awaited.request_finished("r")
+    assert awaited.take_cancelled(481.0) == {"r": ABORTED}
+    assert awaited.take_cancelled(482.0) == {}
 
 
 def test_a_received_request_finishes_without_a_cancel(awaited: AwaitedPushes) -> None:
-    awaited.registered("r", [1], 0.0)
-    awaited.reported(["r"])
-    awaited.finished("r")
-    awaited.finished("never registered")
-    assert awaited.cancelled(9e9) == {}
+    awaited.await_push("r", [1], 0.0)
+    awaited.loads_ended(["r"])
+    awaited.request_finished("r")
+    awaited.request_finished("never registered")
+    assert awaited.take_cancelled(9e9) == {}
     assert not awaited.needs_steps
 
 
 def test_a_load_may_be_cleared_before_it_is_reported_as_over(pool: Pool, awaited: AwaitedPushes) -> None:
-    awaited.registered("r", [1], 0.0)
+    awaited.await_push("r", [1], 0.0)
     for rank in (0, 1):
-        awaited.block_holds.parked("r", rank)
-    awaited.block_holds.cleared("r", 0)
-    awaited.reported(["r"])
+        awaited.block_holds.park("r", rank)
+    awaited.block_holds.clear("r", 0)
+    awaited.loads_ended(["r"])
     assert pool.held == {1}
     assert awaited.needs_steps
-    awaited.block_holds.cleared("r", 1)
+    awaited.block_holds.clear("r", 1)
     assert pool.held == set()
     assert not awaited.needs_steps
 

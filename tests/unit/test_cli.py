@@ -14,12 +14,12 @@ import layerpush
 from bench.servers.ports import PortAllocator
 from layerpush.apps import doctor
 from layerpush.apps.cli import app
-from layerpush.apps.doctor import Finding, Verdict
+from layerpush.apps.doctor import Finding, Grade
 from tests.support.ports import DOCTOR_PORTS
 
-OK = Finding("one", Verdict.OK, "fine")
-WARN = Finding("two", Verdict.WARN, "so so", "consider this")
-FAIL = Finding("three", Verdict.FAIL, "broken", "do that")
+OK = Finding("one", Grade.OK, "fine")
+WARN = Finding("two", Grade.WARN, "so so", "consider this")
+FAIL = Finding("three", Grade.FAIL, "broken", "do that")
 
 runner = CliRunner()
 

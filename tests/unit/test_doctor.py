@@ -14,10 +14,10 @@ import pytest
 
 from layerpush import plugin
 from layerpush.apps import doctor
-from layerpush.apps.doctor import Result, Verdict
+from layerpush.apps.doctor import Grade, Result
 from layerpush.compat import patches
 
-OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
+OK, WARN, FAIL = Grade.OK, Grade.WARN, Grade.FAIL
 UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
 
 
@@ -34,7 +34,7 @@ def answers(
     return lambda code: subprocess.CompletedProcess([], returncode, stdout, stderr)
 
 
-def expect(result: Result, verdict: Verdict, found: str = "", advice: str = "") -> None:
+def expect(result: Result, verdict: Grade, found: str = "", advice: str = "") -> None:
     assert result.verdict is verdict, result
     assert found in result.found
     assert advice in result.advice
@@ -43,7 +43,7 @@ def expect(result: Result, verdict: Verdict, found: str = "", advice: str = "") 
 
 
 @pytest.mark.parametrize(("version", "verdict"), [((3, 10), FAIL), ((3, 11), OK), ((3, 13), OK), ((3, 14), FAIL)])
-def test_python(version: tuple[int, int], verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python(version: tuple[int, int], verdict: Grade, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (*version, 5, "final", 0))
     expect(doctor.check_python(), verdict, f"{version[0]}.{version[1]}.5")
 
@@ -52,7 +52,7 @@ def test_python(version: tuple[int, int], verdict: Verdict, monkeypatch: pytest.
     ("version", "verdict"),
     [("0.31.2", FAIL), ("0.32.0", OK), ("0.33.1rc2+cpu", OK), ("0.34.0", FAIL), ("1.0", FAIL), ("dev", WARN)],
 )
-def test_vllm_version(version: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_version(version: str, verdict: Grade, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__=version, __spec__=object()))
     monkeypatch.setattr(metadata, "version", lambda name: version)
     expect(doctor.check_vllm(), verdict, version)
@@ -126,7 +126,7 @@ def test_nixl_without_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("version", "verdict"), [("1.4.9", FAIL), ("0.10.0", FAIL), ("1.5.0", OK), ("1.10", OK)])
-def test_nixl_version(version: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nixl_version(version: str, verdict: Grade, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_run_python", answers(0, json.dumps({"version": version, "plugins": ["UCX"]})))
     expect(doctor.check_nixl(), verdict, version, "nixl>=1.5" if verdict is FAIL else "")
 
@@ -158,7 +158,7 @@ def test_transports_with_an_existing_device_pass(value: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("tls", "verdict"), [("tcp,self", WARN), ("tcp,cuda_copy,self", OK), ("all", OK), ("^sysv", OK), (None, OK)]
 )
-def test_transports_of_a_gpu_machine(tls: str | None, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transports_of_a_gpu_machine(tls: str | None, verdict: Grade, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_has_gpu", lambda: True)
     if tls:
         monkeypatch.setenv("UCX_TLS", tls)
@@ -175,7 +175,7 @@ def test_transports_of_a_gpu_machine(tls: str | None, verdict: Verdict, monkeypa
         (True, "cpu", WARN, "layerpush[cuda]"),
     ],
 )
-def test_device(gpu: bool, build: str, verdict: Verdict, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device(gpu: bool, build: str, verdict: Grade, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(doctor, "_has_gpu", lambda: gpu)

@@ -35,22 +35,22 @@ class World:
         self.records: list[FirstTokenRecord] = []
         self.hand_overs = HandOvers("D", self.recorder, self.records.append)
         self.request = Request()
-        self.hand_overs.registered(self.request)
-        self.hand_overs.completed("r", 10.0, clock_name() if clock is None else clock)
+        self.hand_overs.request_registered(self.request)
+        self.hand_overs.load_completed("r", 10.0, clock_name() if clock is None else clock)
 
     def seconds(self) -> Callable[[Metric], list[float]]:
         """A metric's one observation since the last call, in a list; an empty list if there is none."""
-        tally = self.recorder.take()
-        return lambda metric: [tally.observed(metric).total] * tally.observed(metric).count
+        delta = self.recorder.take_delta()
+        return lambda metric: [delta.observed(metric).total] * delta.observed(metric).count
 
 
 def test_the_parts_add_up_to_the_whole() -> None:
     world = World()
-    world.hand_overs.reported(["r"], set(), 10.25)
-    world.hand_overs.scheduled({"other"}, 10.5)
-    world.hand_overs.scheduled({"r", "other"}, 11.0)
+    world.hand_overs.loads_reported(["r"], set(), 10.25)
+    world.hand_overs.requests_scheduled({"other"}, 10.5)
+    world.hand_overs.requests_scheduled({"r", "other"}, 11.0)
     world.hand_overs.tick(11.5)
-    world.hand_overs.scheduled({"r"}, 12.0)  # its second chunk
+    world.hand_overs.requests_scheduled({"r"}, 12.0)  # its second chunk
     world.request.num_output_tokens = 1
     world.hand_overs.tick(13.0)
     seconds = world.seconds()
@@ -61,13 +61,13 @@ def test_the_parts_add_up_to_the_whole() -> None:
     assert (record.t_told, record.t_scheduled, record.t_first_token) == (10.25, 11.0, 13.0)
     world.request.num_output_tokens = 2
     world.hand_overs.tick(14.0)
-    world.hand_overs.finished("r", 15.0)
+    world.hand_overs.request_finished("r", 15.0)
     assert (len(world.records), len(world.hand_overs)) == (1, 0)
 
 
 def test_a_first_token_without_a_step_on_d_is_measured() -> None:
     world = World()
-    world.hand_overs.reported(["r"], set(), 10.25)
+    world.hand_overs.loads_reported(["r"], set(), 10.25)
     world.request.num_output_tokens = 1
     world.hand_overs.tick(10.5)
     seconds = world.seconds()
@@ -78,10 +78,10 @@ def test_a_first_token_without_a_step_on_d_is_measured() -> None:
 def test_a_request_of_one_token_is_measured() -> None:
     """The engine finishes the request before it asks for metrics."""
     world = World()
-    world.hand_overs.reported(["r"], set(), 10.25)
-    world.hand_overs.scheduled({"r"}, 10.5)
+    world.hand_overs.loads_reported(["r"], set(), 10.25)
+    world.hand_overs.requests_scheduled({"r"}, 10.5)
     world.request.num_output_tokens = 1
-    world.hand_overs.finished("r", 11.0)
+    world.hand_overs.request_finished("r", 11.0)
     world.hand_overs.tick(11.25)
     assert world.seconds()(HAND_OVER) == [1.0]
     assert [record.t_first_token for record in world.records] == [11.0]
@@ -89,9 +89,9 @@ def test_a_request_of_one_token_is_measured() -> None:
 
 def test_the_last_completion_of_several_ranks_counts() -> None:
     world = World()
-    world.hand_overs.completed("r", 10.5, clock_name())
-    world.hand_overs.completed("r", 10.25, clock_name())
-    world.hand_overs.reported(["r"], set(), 11.0)
+    world.hand_overs.load_completed("r", 10.5, clock_name())
+    world.hand_overs.load_completed("r", 10.25, clock_name())
+    world.hand_overs.loads_reported(["r"], set(), 11.0)
     world.request.num_output_tokens = 1
     world.hand_overs.tick(11.0)
     assert world.seconds()(HAND_OVER_REPORT) == [0.5]
@@ -99,9 +99,9 @@ def test_the_last_completion_of_several_ranks_counts() -> None:
 
 def test_a_load_has_no_time_if_one_rank_has_another_clock() -> None:
     world = World()
-    world.hand_overs.completed("r", 10.5, "another")
-    world.hand_overs.completed("r", 10.25, clock_name())
-    world.hand_overs.reported(["r"], set(), 11.0)
+    world.hand_overs.load_completed("r", 10.5, "another")
+    world.hand_overs.load_completed("r", 10.25, clock_name())
+    world.hand_overs.loads_reported(["r"], set(), 11.0)
     world.request.num_output_tokens = 1
     world.hand_overs.tick(11.0)
     assert world.seconds()(HAND_OVER_REPORT) == []
@@ -109,8 +109,8 @@ def test_a_load_has_no_time_if_one_rank_has_another_clock() -> None:
 
 def test_with_another_clock_only_the_schedulers_own_parts_are_measured() -> None:
     world = World(clock="another host's")
-    world.hand_overs.reported(["r"], set(), 10.25)
-    world.hand_overs.scheduled({"r"}, 10.5)
+    world.hand_overs.loads_reported(["r"], set(), 10.25)
+    world.hand_overs.requests_scheduled({"r"}, 10.5)
     world.request.num_output_tokens = 1
     world.hand_overs.tick(11.5)
     seconds = world.seconds()
@@ -122,15 +122,15 @@ def test_with_another_clock_only_the_schedulers_own_parts_are_measured() -> None
 def test_failed_aborted_and_unknown_requests_are_not_measured(how: str) -> None:
     world = World()
     if how == "failed":
-        world.hand_overs.reported(["r"], {"r"}, 10.25)
+        world.hand_overs.loads_reported(["r"], {"r"}, 10.25)
         world.request.num_output_tokens = 1  # D has computed the prompt itself
         world.hand_overs.tick(11.0)
     elif how == "aborted":
-        world.hand_overs.reported(["r"], set(), 10.25)
+        world.hand_overs.loads_reported(["r"], set(), 10.25)
     else:
-        world.hand_overs.completed("x", 1.0, clock_name())
-        world.hand_overs.reported(["x"], set(), 10.25)
-    world.hand_overs.finished("r", 11.0)
+        world.hand_overs.load_completed("x", 1.0, clock_name())
+        world.hand_overs.loads_reported(["x"], set(), 10.25)
+    world.hand_overs.request_finished("r", 11.0)
     world.hand_overs.tick(12.0)
     assert world.records == []
     seconds = world.seconds()

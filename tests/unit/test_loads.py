@@ -389,7 +389,7 @@ def test_messages_from_an_unregistered_agent_are_ignored() -> None:
     for word in (Completion("r", 1), Cancelled("r"), Fail("r", 0, "no", True), Accepted("r")):
         world.hears(word, "x-0")
     assert world.told == []
-    assert world.peer_errors.counts == {"foreign word": 4}
+    assert world.peer_errors.counts == {"foreign status": 4}
     world.hears(Completion("r", 1))
     assert world.told == ["loaded"]
 
@@ -490,7 +490,7 @@ def test_an_unrequested_first_token_is_ignored() -> None:
     world.awaiting("p-0")
     world.hears(FirstToken("r", 7))
     world.hears(FirstToken("s", 7))
-    assert world.peer_errors.counts == {"foreign word": 1}, "the second one belongs to no load"
+    assert world.peer_errors.counts == {"foreign status": 1}, "the second one belongs to no load"
     world.hears(Completion("r", 1))
     assert world.told == ["loaded"]
 
@@ -500,7 +500,7 @@ def test_a_first_token_from_an_unregistered_agent_is_ignored() -> None:
     world.awaits(sampling="greedy")
     world.hears(Accepted("r", first_token=True))
     world.hears(FirstToken("r", 8), "x-0")
-    assert world.peer_errors.counts == {"foreign word": 1}
+    assert world.peer_errors.counts == {"foreign status": 1}
     world.hears(FirstToken("r", 7))
     world.hears(Completion("r", 1))
     assert world.told == ["first token 7", "loaded"]
@@ -555,7 +555,7 @@ def test_an_early_message_from_an_unregistered_agent_is_ignored() -> None:
     world.awaits()
     world.tick()
     assert world.told == []
-    assert world.peer_errors.counts == {"foreign word": 1}
+    assert world.peer_errors.counts == {"foreign status": 1}
 
 
 def test_an_early_message_expires() -> None:

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from layerpush.telemetry.metrics.catalog import CATALOG, PUSHES, RANKS
+from layerpush.telemetry.metrics.metric_delta import MetricDelta
 from layerpush.telemetry.metrics.summary import summary
-from layerpush.telemetry.metrics.tally import Tally
 from scripts.docgen import dashboard
 from tests import promql
 from tests.metrics_front_end import FrontEnd
@@ -164,9 +164,9 @@ def test_rules_are_valid_and_have_severity_and_engine_labels() -> None:
 
 def test_the_page_quotes_the_current_log_line() -> None:
     (quoted,) = re.findall(r"^KV Transfer metrics: (.*), \.\.\.$", PAGE.read_text(), re.MULTILINE)
-    tally = Tally()
-    tally.count(PUSHES, "layerwise")
-    assert re.findall(r"([^,=]+)=", quoted.replace(", ", ","))[:6] == list(summary(tally))[:6]
+    delta = MetricDelta()
+    delta.count(PUSHES, "layerwise")
+    assert re.findall(r"([^,=]+)=", quoted.replace(", ", ","))[:6] == list(summary(delta))[:6]
 
 
 def test_the_page_names_the_metric_for_the_number_of_ranks() -> None:

@@ -26,9 +26,9 @@ from layerpush.telemetry.metrics.catalog import (
     WRITE_SECONDS,
     WRITES,
 )
+from layerpush.telemetry.metrics.metric_delta import MetricDelta
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
-from layerpush.telemetry.metrics.tally import Tally
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 from layerpush.transport.transfer import Transfer
 from layerpush.transport.writes import Writes
@@ -51,7 +51,7 @@ class Metered:
         if registered:
             self.rig.host.pending[self.prompt.name] = self.wanted
 
-    def run(self) -> Tally:
+    def run(self) -> MetricDelta:
         for tokens in (9, 9, 9):
             self.rig.step((self.prompt, tokens))
             self.rig.settle()
@@ -60,28 +60,28 @@ class Metered:
         return measured(self.recorder)
 
 
-def pushes(tally: Tally) -> dict[str, int]:
-    return tally.counters.get(PUSHES.key, {})
+def pushes(delta: MetricDelta) -> dict[str, int]:
+    return delta.counters.get(PUSHES.key, {})
 
 
 def test_a_layerwise_push_is_counted_with_its_writes_and_times() -> None:
     metered = Metered()
-    tally, layers = metered.run(), metered.rig.layers
-    assert pushes(tally) == {"layerwise": 1}
-    assert tally.counters[LAYERS_READY.key] == {"hooked": 3 * layers}
-    assert FALLBACKS.key not in tally.counters
+    delta, layers = metered.run(), metered.rig.layers
+    assert pushes(delta) == {"layerwise": 1}
+    assert delta.counters[LAYERS_READY.key] == {"hooked": 3 * layers}
+    assert FALLBACKS.key not in delta.counters
     writes = metered.rig.trace.records[0].writes
-    assert tally.observed(WRITE_BYTES).total == sum(write.bytes for write in writes) == layers * 6 * 16
-    assert tally.observed(WRITE_DESCRIPTORS).total == sum(write.descriptors for write in writes)
-    assert tally.observed(WRITE_LAYERS).count == len(writes)
-    assert tally.counters[WRITES.key] == {"direct": len(writes)}
-    assert tally.observed(WRITE_LAYERS).total == 3 * layers
-    assert (tally.observed(EXPOSED).count, tally.observed(TRANSFER).count) == (1, 1)
-    assert 0 < tally.observed(TRANSFER).total < 10
+    assert delta.observed(WRITE_BYTES).total == sum(write.bytes for write in writes) == layers * 6 * 16
+    assert delta.observed(WRITE_DESCRIPTORS).total == sum(write.descriptors for write in writes)
+    assert delta.observed(WRITE_LAYERS).count == len(writes)
+    assert delta.counters[WRITES.key] == {"direct": len(writes)}
+    assert delta.observed(WRITE_LAYERS).total == 3 * layers
+    assert (delta.observed(EXPOSED).count, delta.observed(TRANSFER).count) == (1, 1)
+    assert 0 < delta.observed(TRANSFER).total < 10
     ((written, transfer_s),) = filter(None, metered.rig.host.transfers)
     assert (written.bytes, written.descriptors) == (layers * 6 * 16, sum(write.descriptors for write in writes))
     assert written.post_s == pytest.approx(sum(write.t_posted - write.t_post for write in writes))
-    assert transfer_s == tally.observed(TRANSFER).total
+    assert transfer_s == delta.observed(TRANSFER).total
 
 
 def test_a_late_registration_has_its_own_fallback_label() -> None:
@@ -92,13 +92,13 @@ def test_a_late_registration_has_its_own_fallback_label() -> None:
     assert measured(metered.recorder).is_empty, "no push has ended"
     metered.rig.writer.register(metered.prompt.name, metered.wanted)
     metered.rig.settle()
-    tally = measured(metered.recorder)
-    assert pushes(tally) == {"late_registration": 1}
-    assert tally.counters[FALLBACKS.key] == {"late_registration": 1}
-    assert tally.observed(WRITE_BYTES).count == 1
-    assert tally.counters[WRITES.key] == {"direct": 1}
-    assert tally.observed(WRITE_LAYERS).count == 0, "the layers of a whole-request WRITE are not known"
-    assert tally.observed(EXPOSED).count == 1
+    delta = measured(metered.recorder)
+    assert pushes(delta) == {"late_registration": 1}
+    assert delta.counters[FALLBACKS.key] == {"late_registration": 1}
+    assert delta.observed(WRITE_BYTES).count == 1
+    assert delta.counters[WRITES.key] == {"direct": 1}
+    assert delta.observed(WRITE_LAYERS).count == 0, "the layers of a whole-request WRITE are not known"
+    assert delta.observed(EXPOSED).count == 1
     assert metered.rig.host.transfers == [], "vLLM counts its own WRITE"
 
 
@@ -131,20 +131,20 @@ def test_writes_are_counted_by_plan() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Writes, "post", planned)
-        tally = metered.run()
-    assert tally.counters[WRITES.key] == {"direct": 5, "gathered": 4}
-    assert tally.observed(WRITE_ESTIMATE).total == 4 * 5.0
-    assert (tally.observed(WRITE_SECONDS).count, tally.observed(WRITE_SECONDS).total // 60) == (4, 4)
+        delta = metered.run()
+    assert delta.counters[WRITES.key] == {"direct": 5, "gathered": 4}
+    assert delta.observed(WRITE_ESTIMATE).total == 4 * 5.0
+    assert (delta.observed(WRITE_SECONDS).count, delta.observed(WRITE_SECONDS).total // 60) == (4, 4)
 
 
 @pytest.mark.parametrize("faults", [Faults(fail_writes={1}), Faults(fail_posts={0})], ids=["lost", "not posted"])
 def test_a_failed_write_and_its_failed_push_are_counted(faults: Faults) -> None:
     metered = Metered(faults)
-    tally = metered.run()
-    assert pushes(tally) == {"failed": 1}
+    delta = metered.run()
+    assert pushes(delta) == {"failed": 1}
     assert metered.rig.host.transfers == [None]
-    assert tally.counted(FAILED_WRITES) == 1
-    assert tally.observed(EXPOSED).count == tally.observed(TRANSFER).count == 0
+    assert delta.counted(FAILED_WRITES) == 1
+    assert delta.observed(EXPOSED).count == delta.observed(TRANSFER).count == 0
 
 
 def test_an_aborted_push_counts_as_cancelled() -> None:
@@ -206,10 +206,10 @@ def record(outcome: str, mode: str, fallback: str | None = None, *, registered: 
 def test_every_end_has_its_label(push: PushRecord, outcome: str, reason: str | None) -> None:
     recorder = Recorder()
     PushMeter(recorder, engine_fallback=ENGINE_FALLBACK).closed(push)
-    tally = measured(recorder)
-    assert pushes(tally) == {outcome: 1}
+    delta = measured(recorder)
+    assert pushes(delta) == {outcome: 1}
     assert outcome in PUSHES.values
-    assert tally.counters.get(FALLBACKS.key) == (None if reason is None else {reason: 1})
+    assert delta.counters.get(FALLBACKS.key) == (None if reason is None else {reason: 1})
     assert reason is None or reason in FALLBACKS.values
 
 

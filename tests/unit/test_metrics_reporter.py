@@ -18,7 +18,7 @@ from layerpush.telemetry.metrics.catalog import (
     RING_USED_BYTES,
     WRITER_LAG,
 )
-from layerpush.telemetry.metrics.lag import Lag
+from layerpush.telemetry.metrics.loop_lag import LoopLag
 from layerpush.telemetry.metrics.reporter import REPORT_S, Reporter
 
 
@@ -26,20 +26,20 @@ def test_recorded_values_are_reported_once() -> None:
     reporter = Reporter("0")
     reporter.recorder.count(PUSHES, "failed")
     reporter.recorder.observe((EXPOSED, 0.2), (EXPOSED, 0.4))
-    tally = reporter.take(1.0)
+    tally = reporter.take_delta(1.0)
     assert tally is not None
     assert (tally.counted(PUSHES, "failed"), tally.observed(EXPOSED).count) == (1, 2)
-    assert reporter.take(1.0) is None
+    assert reporter.take_delta(1.0) is None
 
 
 def test_external_totals_are_reported_as_increments() -> None:
-    reporter, totals = Reporter("0"), {"foreign_word": 2}
+    reporter, totals = Reporter("0"), {"foreign_status": 2}
     reporter.total(DROPPED_MESSAGES, lambda: totals)
     told = []
     for more in (0, 0, 3):
-        totals["foreign_word"] += more
-        tally = reporter.take(1.0)
-        told.append(0 if tally is None else tally.counted(DROPPED_MESSAGES, "foreign_word"))
+        totals["foreign_status"] += more
+        tally = reporter.take_delta(1.0)
+        told.append(0 if tally is None else tally.counted(DROPPED_MESSAGES, "foreign_status"))
     assert told == [2, 0, 3]
 
 
@@ -48,7 +48,7 @@ def test_a_level_is_reported_on_change_and_periodically() -> None:
     reporter.level(AWAITED_LOADS, lambda: level[0])
 
     def told(now: float) -> float | None:
-        tally = reporter.take(now)
+        tally = reporter.take_delta(now)
         return None if tally is None else tally.highest(AWAITED_LOADS)
 
     assert told(10.0) == 0.0
@@ -73,7 +73,7 @@ def test_staging_rings_of_a_worker_add_up_to_one_level() -> None:
     watch_rings(reporter, rings)
     for now, known in enumerate([[], [Ring(64, 0)], [Ring(64, 16), Ring(32, 8)]]):
         rings[:] = known
-        tally = reporter.take(float(now * 10))
+        tally = reporter.take_delta(float(now * 10))
         assert tally is not None
         assert tally.gauges[RING_BYTES.key] == {"0": sum(ring.capacity_bytes for ring in known)}
         assert tally.gauges[RING_USED_BYTES.key] == {"0": sum(ring.used_bytes for ring in known)}
@@ -83,11 +83,11 @@ def test_every_report_has_every_level_and_the_lag() -> None:
     """A late front end, or a silent rank, leaves no gap."""
     reporter = Reporter("1")
     reporter.level(AWAITED_LOADS, lambda: 7.0)
-    reporter.take(0.0)
-    reporter.lag.began(0.0)
-    reporter.lag.ended(0.25, poll_timeout=1.0)
+    reporter.take_delta(0.0)
+    reporter.lag.turn_began(0.0)
+    reporter.lag.turn_ended(0.25, poll_timeout=1.0)
     reporter.recorder.count(LOADS, "loaded")
-    tally = reporter.take(0.5)
+    tally = reporter.take_delta(0.5)
     assert tally is not None
     assert tally.gauges == {AWAITED_LOADS.key: {"1": 7.0}}
     assert (tally.observed(WRITER_LAG).count, tally.observed(WRITER_LAG).total) == (1, 0.25)
@@ -103,7 +103,7 @@ def test_concurrent_threads_lose_no_counts() -> None:
             reporter.recorder.observe((EXPOSED, 0.01))
 
     def take() -> None:
-        tally = reporter.take(0.0)
+        tally = reporter.take_delta(0.0)
         if tally is not None:
             taken["counted"] += tally.counted(PUSHES)
             taken["observed"] += tally.observed(EXPOSED).count
@@ -136,14 +136,16 @@ def test_concurrent_threads_lose_no_counts() -> None:
     ],
 )
 def test_the_lag_is_the_length_of_a_turn_and_its_delay(moves: str, expected_s: list[float | None]) -> None:
-    lag, taken = Lag(), list[float | None]()
+    lag, taken = LoopLag(), list[float | None]()
     for move in moves.split():
         name, at = move.split("@")
         now = float(at)
         if name.startswith("ended+"):
-            lag.ended(now, poll_timeout=float(name.removeprefix("ended+")))
+            lag.turn_ended(now, poll_timeout=float(name.removeprefix("ended+")))
         elif name == "take":
-            taken.append(lag.take(now))
+            taken.append(lag.take_worst(now))
+        elif name == "woken":
+            lag.woken(now)
         else:
-            getattr(lag, name)(now)
+            lag.turn_began(now)
     assert taken == pytest.approx(expected_s)

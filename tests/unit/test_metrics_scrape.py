@@ -1,4 +1,4 @@
-"""From a worker's tally to a scrape and a log line, through vLLM's own aggregation, serialisation and registry."""
+"""From a worker's delta to a scrape and a log line, through vLLM's own aggregation, serialisation and registry."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from layerpush.compat.prometheus import prometheus_add
 from layerpush.compat.stats import KEY, LayerPushStats, TransferStats
 from layerpush.connector import LayerwisePushConnector
-from layerpush.telemetry.metrics.bulk import observe_buckets
 from layerpush.telemetry.metrics.catalog import (
     CATALOG,
     DROPPED_MESSAGES,
@@ -37,7 +37,7 @@ from layerpush.telemetry.metrics.catalog import (
     WRITER_LAG,
     Kind,
 )
-from layerpush.telemetry.metrics.tally import Buckets, Tally
+from layerpush.telemetry.metrics.metric_delta import Buckets, MetricDelta
 from layerpush.telemetry.trace_records import WriteSums
 from tests.metrics_front_end import FrontEnd
 from tests.metrics_scrape import Scrape
@@ -51,25 +51,25 @@ def front_end() -> Iterator[Opened]:
     FrontEnd.close()
 
 
-def stats_of(tally: Tally, upstream: Any = None) -> LayerPushStats:
-    stats = LayerPushStats.joined(upstream, tally)
+def stats_of(delta: MetricDelta, upstream: Any = None) -> LayerPushStats:
+    stats = LayerPushStats.joined(upstream, delta)
     assert stats is not None
     return stats
 
 
-def pushed(rank: str = "0", seconds: float = 0.02) -> Tally:
+def pushed(rank: str = "0", seconds: float = 0.02) -> MetricDelta:
     """One layer-wise push of two WRITEs."""
-    tally = Tally()
-    tally.count(PUSHES, "layerwise")
-    tally.count(LAYERS_READY, "hooked", 8)
-    tally.observe(EXPOSED, seconds)
-    tally.observe(TRANSFER, 3 * seconds)
+    delta = MetricDelta()
+    delta.count(PUSHES, "layerwise")
+    delta.count(LAYERS_READY, "hooked", 8)
+    delta.observe(EXPOSED, seconds)
+    delta.observe(TRANSFER, 3 * seconds)
     for size in (1 << 20, 3 << 20):
-        tally.observe(WRITE_BYTES, size)
-        tally.observe(WRITE_DESCRIPTORS, 16)
-        tally.observe(WRITE_LAYERS, 4)
-    tally.level(PENDING_REGISTRATIONS, rank, 2)
-    return tally
+        delta.observe(WRITE_BYTES, size)
+        delta.observe(WRITE_DESCRIPTORS, 16)
+        delta.observe(WRITE_LAYERS, 4)
+    delta.level(PENDING_REGISTRATIONS, rank, 2)
+    return delta
 
 
 def upstream_stats() -> Any:
@@ -137,7 +137,7 @@ def test_ranks_add_up_as_in_vllm(front_end: Opened) -> None:
     assert output.kv_connector_output is not None
     total = output.kv_connector_output.kv_connector_stats
     assert total is not None
-    own = Tally()
+    own = MetricDelta()
     own.level(PARKED_BLOCKS, "scheduler", 7)
     front_end().hear(total.aggregate(stats_of(own)).to_dict())
     scrape = Scrape()
@@ -151,7 +151,7 @@ def test_ranks_add_up_as_in_vllm(front_end: Opened) -> None:
 def test_layer_wise_pushes_count_as_vllm_transfers(front_end: Opened) -> None:
     stats, transfers = LayerPushStats(), TransferStats()
     transfers.pushed(WriteSums(bytes=3 << 20, descriptors=48, post_s=0.002), transfer_s=0.25)
-    transfers.landed(SimpleNamespace(xferDuration=5e5, postDuration=1e3, totalBytes=1 << 20, descCount=4))
+    transfers.write_landed(SimpleNamespace(xferDuration=5e5, postDuration=1e3, totalBytes=1 << 20, descCount=4))
     transfers.failed()
     for _ in range(2):  # the second time there is nothing to feed
         transfers.feed(stats)
@@ -172,26 +172,26 @@ def test_aggregation_does_not_change_its_argument() -> None:
     before = repr(second.to_dict())
     first.aggregate(second).aggregate(second)
     assert repr(second.to_dict()) == before
-    assert first.tally.counted(PUSHES) == 3
+    assert first.delta.counted(PUSHES) == 3
     assert len(first.data["transfer_duration"]) == 3
 
 
 def test_an_unknown_kind_of_message_is_counted(front_end: Opened) -> None:
-    tally = Tally()
-    tally.count(DROPPED_MESSAGES, "from_the_future", 3)
-    front_end().hear(stats_of(tally).to_dict())
+    delta = MetricDelta()
+    delta.count(DROPPED_MESSAGES, "from_the_future", 3)
+    front_end().hear(stats_of(delta).to_dict())
     assert Scrape().value("dropped_messages_total", kind="from_the_future") == 3
 
 
 def test_empty_statistics() -> None:
     empty = LayerwisePushConnector.build_kv_connector_stats()
     assert empty.is_empty()
-    assert empty.tally.is_empty
+    assert empty.delta.is_empty
     assert LayerPushStats.joined(None, None) is None
     upstream_only = LayerPushStats.joined(upstream_stats(), None)
     assert upstream_only is not None
     assert not upstream_only.is_empty()
-    assert upstream_only.data[KEY] == Tally().to_data()
+    assert upstream_only.data[KEY] == MetricDelta().to_data()
     empty.aggregate(stats_of(pushed()))
     empty.reset()
     assert empty.is_empty()
@@ -210,11 +210,11 @@ def test_metrics_work_under_multi_connector(front_end: Opened) -> None:
 
 def test_the_log_line_sums_an_interval_up(front_end: Opened) -> None:
     one = front_end()
-    failed = Tally()
+    failed = MetricDelta()
     failed.count(PUSHES, "failed")
     failed.count(FALLBACKS, "short_prompt")
-    for tally in (pushed(), pushed(), failed):
-        one.hear(stats_of(tally).to_dict())
+    for delta in (pushed(), pushed(), failed):
+        one.hear(stats_of(delta).to_dict())
     line = one.log_line() or ""
     assert line.startswith("KV Transfer metrics: Layer-wise pushes=2, Whole pushes=0, Fallbacks=1, Failed pushes=1")
     assert "Avg exposed time (ms)=20.0" in line
@@ -225,12 +225,12 @@ def test_the_log_line_sums_an_interval_up(front_end: Opened) -> None:
 
 
 def test_the_log_line_of_a_decode_engine(front_end: Opened) -> None:
-    one, tally = front_end(), Tally()
-    tally.count(LOADS, "loaded", 3)
-    tally.count(LOADS, "parked")
-    tally.observe(LOAD, 0.3)
-    tally.level(PARKED_BLOCKS, "scheduler", 7)
-    one.hear(stats_of(tally).to_dict())
+    one, delta = front_end(), MetricDelta()
+    delta.count(LOADS, "loaded", 3)
+    delta.count(LOADS, "parked")
+    delta.observe(LOAD, 0.3)
+    delta.level(PARKED_BLOCKS, "scheduler", 7)
+    one.hear(stats_of(delta).to_dict())
     line = one.log_line() or ""
     assert "Loads=3, Loads not done=1" in line
     assert "Parked blocks=7" in line
@@ -238,10 +238,10 @@ def test_the_log_line_of_a_decode_engine(front_end: Opened) -> None:
 
 
 def test_levels_and_lag_alone_are_scraped_and_not_logged(front_end: Opened) -> None:
-    one, tally = front_end(), Tally()
-    tally.level(PENDING_REGISTRATIONS, "0", 4)
-    tally.observe(WRITER_LAG, 0.001)
-    one.hear(stats_of(tally).to_dict())
+    one, delta = front_end(), MetricDelta()
+    delta.level(PENDING_REGISTRATIONS, "0", 4)
+    delta.observe(WRITER_LAG, 0.001)
+    one.hear(stats_of(delta).to_dict())
     assert one.log_line() is None
     assert Scrape().value("pending_registrations") == 4
     assert Scrape().value("writer_lag_seconds_count") == 1
@@ -249,9 +249,9 @@ def test_levels_and_lag_alone_are_scraped_and_not_logged(front_end: Opened) -> N
 
 def test_a_report_of_levels_only_is_not_empty() -> None:
     """vLLM drops an empty report of a scheduler's connector."""
-    tally = Tally()
-    tally.level(PARKED_BLOCKS, "scheduler", 0)
-    assert not stats_of(tally).is_empty()
+    delta = MetricDelta()
+    delta.level(PARKED_BLOCKS, "scheduler", 0)
+    assert not stats_of(delta).is_empty()
 
 
 def test_two_loggers_get_equal_reports(front_end: Opened) -> None:
@@ -273,7 +273,7 @@ def test_two_loggers_get_equal_reports(front_end: Opened) -> None:
 
 
 class OnlyObserves:
-    """A histogram of another library, as vLLM has one for Ray."""
+    """A histogram: prometheus_client's, or vLLM's for Ray."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.into = Buckets.empty(bounds)
@@ -282,12 +282,12 @@ class OnlyObserves:
         self.into.observe(value)
 
 
-def test_other_histograms_get_every_observation() -> None:
+def test_a_histogram_gets_every_observation() -> None:
     buckets = Buckets.empty((0.1, 0.3))
     for value in (0.1, 0.1, 0.1, 0.2, 7.0, 9.0):
         buckets.observe(value)
     other = OnlyObserves((0.1, 0.3))
-    observe_buckets(other, buckets)
+    prometheus_add(other, buckets)
     assert other.into.counts == buckets.counts == [3, 1, 2]
     assert other.into.total == pytest.approx(buckets.total)
 

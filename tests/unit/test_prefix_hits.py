@@ -41,8 +41,8 @@ def test_a_hit_ends_at_the_first_block_that_the_step_writes(
 ) -> None:
     found = PrefixHits([KvKind(SIZE)])
     for request_id, tokens in hits.items():
-        found.found(request_id, tokens)
-    assert found.in_memory(found.take(scheduled), scheduled, computed, TABLES.__getitem__) == expected
+        found.put_hit(request_id, tokens)
+    assert found.in_memory(found.pop_hits(scheduled), scheduled, computed, TABLES.__getitem__) == expected
 
 
 def test_the_shortest_group_decides() -> None:
@@ -74,7 +74,7 @@ def test_a_null_block_shortens_no_hit() -> None:
 def test_a_hit_is_taken_once_and_can_be_forgotten() -> None:
     hits = PrefixHits([KvKind(SIZE)])
     for name in ("p-1", "p-2"):
-        hits.found(name, 48)
+        hits.put_hit(name, 48)
     hits.forget("p-2")
-    assert hits.take(["p-1", "p-2"]) == {"p-1": 48}
-    assert hits.take(["p-1", "p-2"]) == {}
+    assert hits.pop_hits(["p-1", "p-2"]) == {"p-1": 48}
+    assert hits.pop_hits(["p-1", "p-2"]) == {}

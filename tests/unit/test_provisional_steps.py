@@ -12,7 +12,7 @@ TABLES = {"p-1": [[1, 2, 3, 4]], "p-2": [[1, 2, 3, 5]], "p-3": [[1, 6, 7, 8]]}
 
 
 def found(steps: ProvisionalSteps, hits: dict[str, int], computed: dict[str, int]) -> set[str]:
-    return steps.found(hits, computed, TABLES.__getitem__)
+    return steps.begin_requests(hits, computed, TABLES.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -82,4 +82,4 @@ def test_states_and_null_blocks() -> None:
     steps = ProvisionalSteps([KvKind(SIZE), KvKind(WHOLE_PROMPT, is_state=True)], 1)
     steps.begin()
     hits = {"p-1": 0, "p-2": 32, "p-3": 32}
-    assert steps.found(hits, dict.fromkeys(hits, 32), tables.__getitem__) == {"p-1", "p-2"}
+    assert steps.begin_requests(hits, dict.fromkeys(hits, 32), tables.__getitem__) == {"p-1", "p-2"}

@@ -25,7 +25,7 @@ from layerpush.engine.scheduler import side_channel
 from layerpush.engine.scheduler.side_channel import (
     MAX_CONNECTIONS,
     MAX_QUERY_BYTES,
-    Answers,
+    HandshakeAnswers,
     Listener,
     SideChannelError,
     bind,
@@ -94,7 +94,9 @@ class Asker:
 
 
 @contextmanager
-def listening(host: str = "127.0.0.1", answers: Answers = ANSWERS, limit: int = MAX_CONNECTIONS) -> Iterator[Asker]:
+def listening(
+    host: str = "127.0.0.1", answers: HandshakeAnswers = ANSWERS, limit: int = MAX_CONNECTIONS
+) -> Iterator[Asker]:
     asker, ready, stop = Asker(host, PORTS.take()), threading.Event(), threading.Event()
     listener = Listener(bind(host, asker.port), answers, stop, limit)
     thread = threading.Thread(target=listener.run, args=(ready,), daemon=True)

@@ -156,7 +156,7 @@ def test_discarded_tokens_are_planned_again() -> None:
 def test_cached_tokens_are_a_chunk_of_their_own() -> None:
     progress = PromptProgress("p-1", (16, 32))
     tables = [[1, 2, 3, 4, 5], [7, 8, 9]]
-    cached, rest = progress.found(48, 70, tables), progress.advance(48, 64, 70, tables)
+    cached, rest = progress.plan_cached(48, 70, tables), progress.advance(48, 64, 70, tables)
     assert cached is not None
     assert rest is not None
     assert [(part.index, part.cached, part.final) for part in (cached, rest)] == [(0, True, False), (1, False, True)]
@@ -167,7 +167,7 @@ def test_cached_tokens_are_a_chunk_of_their_own() -> None:
 def test_a_resumed_request_may_hit_cached_answer_tokens() -> None:
     """The prompt's last block is full then: it goes with the others."""
     progress = PromptProgress("p-1", (16,))
-    cached = progress.found(48, 20, [[1, 2, 3, 4]])
+    cached = progress.plan_cached(48, 20, [[1, 2, 3, 4]])
     assert cached is not None
     assert (cached.final, cached.groups) == (True, (GroupSlice(0, (1, 2), 2),))
     assert progress.advance(48, 3, 20, [[1, 2, 3, 4]]) is None
@@ -175,7 +175,7 @@ def test_a_resumed_request_may_hit_cached_answer_tokens() -> None:
 
 def test_cached_tokens_of_a_partial_block_wait_for_the_step() -> None:
     progress = PromptProgress("p-1", (64,))
-    assert progress.found(48, 70, [[1, 2]]) is None
+    assert progress.plan_cached(48, 70, [[1, 2]]) is None
     chunk = progress.advance(48, 22, 70, [[1, 2]])
     assert chunk is not None
     assert (chunk.index, chunk.groups) == (0, (GroupSlice(0, (1, 2), 2),))

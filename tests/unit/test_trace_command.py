@@ -101,7 +101,7 @@ def test_plot_draws_failed_requests_and_whole_pushes(tmp_path: Path) -> None:
     text = out.read_text()
     assert text.startswith("<?xml")
     assert "whole because asked for" in _titles(text)
-    assert "D: blocks set aside" in _titles(text)
+    assert "D: parked blocks" in _titles(text)
 
 
 def test_plot_draws_the_scheduler_below_the_ranks(tmp_path: Path) -> None:

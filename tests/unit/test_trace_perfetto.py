@@ -159,8 +159,8 @@ def test_a_write_that_never_landed_is_shown_as_posted(tmp_path: Path) -> None:
 def test_parked_blocks_outlast_their_load(tmp_path: Path) -> None:
     parked = load(outcome="failed", t_registered=1.0, t_settled=2.0, t_parked=2.0, t_reported=2.5, t_cleared=9.0)
     write(tmp_path / "d.jsonl", process("D", "x"), parked)
-    (aside,) = [event for event in events_of(tmp_path) if event.get("cat") == "blocks set aside"]
-    assert (aside["ts"], aside["dur"], aside["args"]) == (1e6, 7e6, {"freed": True})
+    (parked,) = [event for event in events_of(tmp_path) if event.get("cat") == "parked blocks"]
+    assert (parked["ts"], parked["dur"], parked["args"]) == (1e6, 7e6, {"freed": True})
 
 
 def test_a_load_with_only_parking_times_is_shown(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_load_with_only_parking_times_is_shown(tmp_path: Path) -> None:
         load("2", t_awaited=None),
     )
     slices = [event for event in events_of(tmp_path) if event["ph"] == "X"]
-    assert [(one["cat"], one["dur"]) for one in slices] == [("load", 1e6), ("blocks set aside", 1e6)]
+    assert [(one["cat"], one["dur"]) for one in slices] == [("load", 1e6), ("parked blocks", 1e6)]
 
 
 def test_the_phases_of_the_scheduler(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerpush.engine.unreported_aborts import SETTLE_S, UnreportedAborts
+from layerpush.engine.unreported_aborts import ABORT_REPORT_S, UnreportedAborts
 
 
 def test_an_abort_is_pending_until_the_end_of_a_later_turn() -> None:
@@ -11,16 +11,16 @@ def test_an_abort_is_pending_until_the_end_of_a_later_turn() -> None:
     before = aborts.count
     aborts.dropped(10.0)
     assert aborts.is_pending(10.0)
-    aborts.settled(before)
+    aborts.drained(before)
     assert aborts.is_pending(10.1), "that turn may have missed it"
-    aborts.settled(aborts.count)
+    aborts.drained(aborts.count)
     assert not aborts.is_pending(10.1)
 
 
 def test_an_unreported_abort_is_pending_for_a_limited_time() -> None:
     aborts = UnreportedAborts()
     aborts.dropped(10.0)
-    assert aborts.is_pending(10.0 + SETTLE_S - 0.1)
-    assert not aborts.is_pending(10.0 + SETTLE_S)
+    assert aborts.is_pending(10.0 + ABORT_REPORT_S - 0.1)
+    assert not aborts.is_pending(10.0 + ABORT_REPORT_S)
     aborts.dropped(12.0)
     assert aborts.is_pending(12.5)

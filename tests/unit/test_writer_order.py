@@ -344,7 +344,7 @@ def test_a_step_taken_back_after_the_completion_is_logged_and_counted(
     rig.capture.arm(plan)
     rig.capture.sweep()
     rig.settle()
-    assert recorder.take().counted(REWOUND_PUSHES) == (how == "rewound")
+    assert recorder.take_delta().counted(REWOUND_PUSHES) == (how == "rewound")
     assert ("vLLM has taken back a step after its completion" in caplog.text) == (how == "rewound")
     assert rig.decoders["D"].told() == [[]]
     rig.finish(prompt)

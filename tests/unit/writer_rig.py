@@ -80,7 +80,7 @@ class Prompt:
 
     def cached(self, tokens: int) -> ChunkPlan:
         """Its first tokens are in P's prefix cache."""
-        plan = self.progress.found(tokens, self.tokens, [self.table])
+        plan = self.progress.plan_cached(tokens, self.tokens, [self.table])
         assert plan is not None
         self.computed = tokens
         return plan

@@ -55,7 +55,7 @@ class Source:
         return f"{engine} scheduler" if rank == SCHEDULER_RANK else f"{engine} rank {rank}"
 
 
-class _Kind(msgspec.Struct):
+class _RecordKind(msgspec.Struct):
     kind: str
 
 
@@ -108,7 +108,7 @@ def read_lines(path: Path, lines: Iterable[bytes], outlines: bool = False) -> li
 
 def _take(sources: list[Source], line: bytes, outlines: bool) -> None:
     try:
-        kind = _TYPES.get(msgspec.json.decode(line, type=_Kind).kind)
+        kind = _TYPES.get(msgspec.json.decode(line, type=_RecordKind).kind)
         record = None if kind is None else msgspec.json.decode(line, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
         sources[-1].unreadable += 1

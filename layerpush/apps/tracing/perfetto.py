@@ -1,7 +1,7 @@
 """Writes one Chrome trace of P and D, for ui.perfetto.dev and chrome://tracing. Pure.
 
 Each engine rank is a process, and so is D's scheduler. A rank of P has lanes of pushes, in which chunks and layers are
-nested, and lanes of WRITEs. A rank of D has lanes of loads with their phases, and lanes of blocks that were set aside.
+nested, and lanes of WRITEs. A rank of D has lanes of loads with their phases, and lanes of parked blocks.
 D's scheduler has lanes of first tokens with their phases. Slices in a lane must nest, so slices that overlap go to
 different lanes. Arrows lead from D's registration to P's push, and from P's completion to D's load.
 
@@ -26,11 +26,11 @@ from layerpush.apps.tracing.report import notes
 from layerpush.apps.tracing.requests import RequestTrace, TraceSet, times
 from layerpush.telemetry.trace_records import SCHEDULER_RANK, LoadRecord, PushRecord
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 Track = tuple[str, int, str]
 """Engine, rank, and the kind of slices: a key of ``LANES``."""
 R = TypeVar("R", PushRecord, LoadRecord)
-LANES = {"push": 1, "load": 1, "first token": 1, "WRITEs": 10_000, "blocks set aside": 20_000}
+LANES = {"push": 1, "load": 1, "first token": 1, "WRITEs": 10_000, "parked blocks": 20_000}
 """The first lane's thread id, by kind of slices."""
 
 
@@ -81,7 +81,7 @@ class _Layout:
         self._lanes = {track: array("I", lanes(of_track)) for track, of_track in spans.items()}
         self._taken = dict.fromkeys(self._lanes, 0)
 
-    def names(self) -> Iterator[Event]:
+    def names(self) -> Iterator[TraceEvent]:
         """Events that name the processes and lanes, and set their order."""
         for (engine, rank), pid in self._ids.items():
             roles = [
@@ -124,7 +124,7 @@ def _slices(request: RequestTrace, arrows: Iterator[int]) -> Iterator[tuple[Trac
         if load.t_parked is not None:
             args = {"freed": load.t_cleared is not None}
             yield (
-                (load.engine_id, load.rank, "blocks set aside"),
+                (load.engine_id, load.rank, "parked blocks"),
                 Slice(request.name, load.t_parked, _cleared(load), args),
             )
     for token in request.first_tokens:
@@ -147,7 +147,7 @@ def _unix_offset(traces: TraceSet) -> float | None:
     return None
 
 
-def _events(item: Slice, place: dict[str, int], category: str, zero: float) -> Iterator[Event]:
+def _events(item: Slice, place: dict[str, int], category: str, zero: float) -> Iterator[TraceEvent]:
     start, end = _nanos(item.start - zero), _nanos(item.end - zero)
     when = {"ts": start / 1e3, "dur": (end - start) / 1e3}
     yield {"ph": "X", "name": item.name, "cat": category, **when, **place, "args": item.args}
@@ -245,7 +245,7 @@ def _writes(request: RequestTrace, push: PushRecord) -> list[Slice]:
 
 
 def _load_span(load: LoadRecord) -> tuple[float, float]:
-    """Start and end of a load in seconds, without the time in which its blocks were set aside."""
+    """Start and end of a load in seconds, without the time in which its blocks were parked."""
     known = [at for at in marks(load) if at is not None] or [at for _, at in times(load)]
     return min(known), max(known)
 

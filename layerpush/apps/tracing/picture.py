@@ -26,7 +26,7 @@ LOST_COLOUR = "#8c8c8c"
 EXPOSED_COLOUR = "#f6c945"
 PHASE_COLOURS = {"register": "#c9c2dc", "await P": "#8f7fb8", "report": "#4b3a78"}
 TOKEN_COLOURS = {"schedule": "#a9cfa4", "first step": "#3f7d4a"}
-ASIDE_COLOUR = "#222222"
+PARKED_COLOUR = "#222222"
 LEGEND = {
     "computing the layer (shades alternate by chunk)": COMPUTE_COLOURS[1],
     "WRITE, from post to landed (grey: never landed)": WRITE_COLOUR,
@@ -56,7 +56,7 @@ def draw_request(request: RequestTrace, path: Path) -> None:
     if request.first_tokens:
         legend |= {f"D's scheduler: {phase}": colour for phase, colour in TOKEN_COLOURS.items()}
     if any(load.t_parked for load in loads):
-        legend["D: blocks set aside"] = ASIDE_COLOUR
+        legend["D: parked blocks"] = PARKED_COLOUR
     with _panels(path, heights, 1, legend) as grid:
         panels = [row[0] for row in grid]
         if rows:
@@ -151,7 +151,7 @@ def _draw_decode(axes: Axes, loads: list[LoadRecord], tokens: list[FirstTokenRec
             axes.barh(row, 1e3 * (end - start), left=1e3 * (start - zero), height=0.6, color=PHASE_COLOURS[name])
         if load.t_parked is not None:
             width = 1e3 * ((load.t_cleared or load.t_parked) - load.t_parked)
-            axes.barh(row + 0.38, width, left=1e3 * (load.t_parked - zero), height=0.12, color=ASIDE_COLOUR)
+            axes.barh(row + 0.38, width, left=1e3 * (load.t_parked - zero), height=0.12, color=PARKED_COLOUR)
     for row, token in enumerate(tokens, len(loads)):
         for name, start, end in token_phases(token):
             axes.barh(row, 1e3 * (end - start), left=1e3 * (start - zero), height=0.6, color=TOKEN_COLOURS[name])

@@ -33,19 +33,19 @@ class AwaitedPushes:
         """Whether the engine must go on stepping, so that workers can report, although it may have no request left."""
         return bool(self._ending or self.block_holds.parked_requests)
 
-    def registered(self, request_id: str, blocks: Sequence[Any], now: float) -> None:
+    def await_push(self, request_id: str, blocks: Sequence[Any], now: float) -> None:
         """A push is awaited into these blocks."""
         self.block_holds.hold(request_id, blocks)
         self._ending.discard(request_id)
         self._deadlines.pop(request_id, None)
         self._deadlines[request_id] = now + self._timeout_s
 
-    def finished(self, request_id: str) -> None:
+    def request_finished(self, request_id: str) -> None:
         """The engine has finished the request, in any state."""
         if request_id in self._deadlines or request_id in self._ending:
             self._cancel(request_id, ABORTED)
 
-    def cancelled(self, now: float) -> dict[str, str]:
+    def take_cancelled(self, now: float) -> dict[str, str]:
         """The loads to cancel, by request id, each with its reason. Each cancellation is returned once."""
         overdue = []
         for request_id, deadline in self._deadlines.items():
@@ -57,13 +57,13 @@ class AwaitedPushes:
         taken, self._cancelled = self._cancelled, {}
         return taken
 
-    def reported(self, received: Iterable[str]) -> None:
+    def loads_ended(self, received: Iterable[str]) -> None:
         """The loads of these requests are over on all ranks. ``block_holds`` has their earlier reports."""
         for request_id in received:
             self._deadlines.pop(request_id, None)
             self._ending.discard(request_id)
             self._cancelled.pop(request_id, None)
-            self.block_holds.settled(request_id)
+            self.block_holds.load_ended(request_id)
 
     def _cancel(self, request_id: str, reason: str) -> None:
         self._deadlines.pop(request_id, None)

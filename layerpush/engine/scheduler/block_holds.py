@@ -56,18 +56,18 @@ class BlockHolds:
         self._held.setdefault(request_id, _Held()).blocks.extend(blocks)
         self._settled.discard(request_id)
 
-    def parked(self, request_id: str, rank: int) -> None:
+    def park(self, request_id: str, rank: int) -> None:
         """This rank reports that the load has failed, and that its blocks may still be written."""
         if request_id in self._held:
             self._held[request_id].parked.add(rank)
 
-    def cleared(self, request_id: str, rank: int) -> None:
+    def clear(self, request_id: str, rank: int) -> None:
         """This rank reports that no prefill rank may write into its blocks any more."""
         if request_id in self._held:
             self._held[request_id].parked.discard(rank)
             self._release(request_id)
 
-    def settled(self, request_id: str) -> None:
+    def load_ended(self, request_id: str) -> None:
         """All ranks have reported the load as done or failed; the engine drops its own reference."""
         if request_id in self._held:
             self._settled.add(request_id)

@@ -53,19 +53,19 @@ class HandOvers:
     def __len__(self) -> int:
         return len(self._open)
 
-    def registered(self, request: Request) -> None:
+    def request_registered(self, request: Request) -> None:
         """A push is awaited for this request."""
         self._open[request.request_id] = _HandOver(request)
         self._reported.discard(request.request_id)
 
-    def completed(self, request_id: str, at: float, clock: str) -> None:
+    def load_completed(self, request_id: str, at: float, clock: str) -> None:
         """A rank read the last completion of this load. With a rank of another clock than ours the load has no time."""
         known = self._open.get(request_id)
         if known is not None:
             known.completed_at = max(at, known.completed_at or at)
             known.is_timed = known.is_timed and clock == self._clock
 
-    def reported(self, received: Iterable[str], failed: Collection[str], now: float) -> None:
+    def loads_reported(self, received: Iterable[str], failed: Collection[str], now: float) -> None:
         """All ranks have reported these loads as over. ``failed``: those that failed."""
         for request_id in received:
             known = self._open.get(request_id)
@@ -77,7 +77,7 @@ class HandOvers:
                 known.reported_at = now
                 self._reported.add(request_id)
 
-    def scheduled(self, request_ids: Collection[str], now: float) -> None:
+    def requests_scheduled(self, request_ids: Collection[str], now: float) -> None:
         """A step begins, with these requests in it."""
         for request_id in self._reported:
             known = self._open[request_id]
@@ -87,17 +87,17 @@ class HandOvers:
     def tick(self, now: float) -> None:
         """A step's tokens have been added to its requests."""
         for request_id in [one for one in self._reported if self._open[one].request.num_output_tokens]:
-            self._ended(self._open.pop(request_id), now)
+            self._record(self._open.pop(request_id), now)
             self._reported.remove(request_id)
 
-    def finished(self, request_id: str, now: float) -> None:
+    def request_finished(self, request_id: str, now: float) -> None:
         """The engine has finished the request, in any state."""
         known = self._open.pop(request_id, None)
         self._reported.discard(request_id)
         if known is not None and known.request.num_output_tokens:
-            self._ended(known, now)
+            self._record(known, now)
 
-    def _ended(self, known: _HandOver, now: float) -> None:
+    def _record(self, known: _HandOver, now: float) -> None:
         if known.reported_at is None:
             return
         scheduled_at = now if known.scheduled_at is None else known.scheduled_at

@@ -19,7 +19,7 @@ class Pool(BlockPool, Protocol):
     blocks: Sequence[Any]
 
 
-Dropped = Sequence[range]
+DroppedBlocks = Sequence[range]
 """For each KV cache group, the indices of the prompt's blocks that the last token needs and the next one does not."""
 
 
@@ -33,7 +33,7 @@ class LastWindows:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, request_id: str, dropped: Dropped, tables: Sequence[Sequence[int]]) -> None:
+    def hold(self, request_id: str, dropped: DroppedBlocks, tables: Sequence[Sequence[int]]) -> None:
         """Hold the blocks of a prompt that the coming step completes. ``tables``: its block ids in each group."""
         self.release(request_id)
         held = [

@@ -24,7 +24,7 @@ class PrefixHits:
         self._kinds = tuple(kinds)
         self._hits: dict[str, int] = {}
 
-    def found(self, request_id: str, tokens: int) -> None:
+    def put_hit(self, request_id: str, tokens: int) -> None:
         """vLLM's own prefix cache has the first ``tokens`` tokens, in whole blocks. A later lookup replaces it."""
         self._hits[request_id] = tokens
 
@@ -32,7 +32,7 @@ class PrefixHits:
         """The request has ended."""
         self._hits.pop(request_id, None)
 
-    def take(self, scheduled: Iterable[str]) -> dict[str, int]:
+    def pop_hits(self, scheduled: Iterable[str]) -> dict[str, int]:
         """The hits of requests that a step schedules, in tokens."""
         return {request_id: self._hits.pop(request_id) for request_id in scheduled if request_id in self._hits}
 

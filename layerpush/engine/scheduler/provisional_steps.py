@@ -41,7 +41,9 @@ class ProvisionalSteps:
             del self._awaited[request_id]
         return ended
 
-    def found(self, hits: Mapping[str, int], computed: Mapping[str, int], tables: Callable[[str], Tables]) -> set[str]:
+    def begin_requests(
+        self, hits: Mapping[str, int], computed: Mapping[str, int], tables: Callable[[str], Tables]
+    ) -> set[str]:
         """Which of these requests begin to run with blocks that may be lost.
 
         ``hits`` has the tokens that vLLM's own prefix cache had of each; ``computed`` the tokens that the step does not
@@ -61,7 +63,7 @@ class ProvisionalSteps:
         }
 
     def awaits(self, request_id: str) -> None:
-        """The step that is being planned computes the end of a prompt. The request began with blocks of ``found``."""
+        """The step that is being planned computes the end of a prompt. ``begin_requests`` has returned its request."""
         self._awaited[request_id] = self._step
 
     def forget(self, request_id: str) -> None:

@@ -25,7 +25,7 @@ from layerpush.compat.nixl_connector import NixlConnectorMetadata
 from layerpush.compat.push_scheduler import (
     StagedRegistration,
     VllmPushScheduler,
-    awaits_scheduling,
+    lacks_registration,
     name_prefill_request,
 )
 from layerpush.compat.spans import traces_requests
@@ -61,8 +61,8 @@ from layerpush.telemetry.metrics.catalog import (
     PARKED_BLOCKS,
     PARKED_REQUESTS,
 )
-from layerpush.telemetry.metrics.endings import Endings
-from layerpush.telemetry.metrics.recorder import Ending
+from layerpush.telemetry.metrics.ended_counts import EndedCounts
+from layerpush.telemetry.metrics.recorder import Ended
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import SCHEDULER_RANK
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from layerpush.telemetry.metrics.tally import Tally
+    from layerpush.telemetry.metrics.metric_delta import MetricDelta
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -139,7 +139,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self.metrics.total(DROPPED_RECORDS, lambda: {"trace": self._trace.dropped})
         ranks = vllm_config.parallel_config.world_size // vllm_config.parallel_config.prefill_context_parallel_size
         self.postponed = PostponedLoads(ranks)
-        self._endings = Endings(ranks, self.metrics.recorder)  # one rank of each prefill context parallel group pushes
+        self._ended = EndedCounts(ranks, self.metrics.recorder)  # one rank of a prefill context parallel group pushes
         self._hand_overs = HandOvers(engine_id, self.metrics.recorder, self._trace.add)
         self._can_stream = engine_fallback(self) is None
         self.first_tokens = self._first_tokens(vllm_config)
@@ -168,11 +168,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
     def on_new_request(self, request: Request) -> None:
         """Drop bad ``kv_transfer_params`` before vLLM's code reads them."""
         self._request_filter.drop_invalid(request, time.perf_counter())
-        if awaits_scheduling(request):
+        if lacks_registration(request):
             name_prefill_request(request)
         super().on_new_request(request)
-        if awaits_scheduling(request):
-            self.postponed.came(request.request_id, self.prompt_names(request))
+        if lacks_registration(request):
+            self.postponed.request_waits(request.request_id, self.prompt_names(request))
         if is_pushed(request.kv_transfer_params):
             first_tokens.allow_stop_tokens(request)
             transfer = transfer_id(request.kv_transfer_params)
@@ -196,7 +196,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         """Note the prefix-cache hit of a request, in tokens. Returns the tokens to load, and whether there are any."""
         if self.postponed.must_wait(request.request_id):
             return None, False
-        self._prefix_hits.found(request.request_id, num_computed_tokens)
+        self._prefix_hits.put_hit(request.request_id, num_computed_tokens)
         self._unplaced[request.request_id] = request
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if loads and num_computed_tokens + tokens == request.num_tokens:
@@ -207,11 +207,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
         """A request has its blocks: on D complete its registration, on P begin to plan its prompt."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._unplaced.pop(request.request_id, None)
-        self.postponed.placed(request.request_id)
+        self.postponed.request_placed(request.request_id)
         staged = self.take_staged_registration(request.request_id, blocks)
         if staged is not None:
             self._await(request, staged)
-        elif awaits_scheduling(request):
+        elif lacks_registration(request):
             self._decline(request)
             self.forget_receive(request)
         if not is_pushed(request.kv_transfer_params):
@@ -256,8 +256,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
             attempt=self._attempts.get(request.request_id, 0),
         )
         self._loading[request.request_id] = request
-        self.awaited.registered(request.request_id, staged.blocks, time.perf_counter())
-        self._hand_overs.registered(request)
+        self.awaited.await_push(request.request_id, staged.blocks, time.perf_counter())
+        self._hand_overs.request_registered(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LayerwiseMetadata:
         """Add the step's plan, and the news since the last step, to vLLM's metadata."""
@@ -266,7 +266,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         assert isinstance(metadata, NixlConnectorMetadata)
         extended = LayerwiseMetadata.extending(metadata)
         extended.short_of_blocks = self._is_short_of_blocks()
-        cancelled = self.awaited.cancelled(time.perf_counter())
+        cancelled = self.awaited.take_cancelled(time.perf_counter())
         postponed = self.postponed.to_unregister(extended.short_of_blocks and self._postpones)
         self._news += [LoadCancelled(request_id, reason) for request_id, reason in cancelled.items()]
         self._news += map(LoadPostponed, postponed)
@@ -274,7 +274,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         extended.sampled, self._sampled = self._sampled, {}
         extended.step_plan = self._plan(scheduler_output)
         self._hold_last_windows(scheduler_output)
-        self._hand_overs.scheduled(scheduler_output.num_scheduled_tokens.keys(), time.perf_counter())
+        self._hand_overs.requests_scheduled(scheduler_output.num_scheduled_tokens.keys(), time.perf_counter())
         return extended
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -287,37 +287,37 @@ class LayerwisePushScheduler(VllmPushScheduler):
         received, now = connector_output.finished_recving or (), time.perf_counter()
         for each in () if report is None else report.news:
             self._reported(each, now)
-        self.awaited.reported(received)
+        self.awaited.loads_ended(received)
         for request_id in received:
             request = self._loading.pop(request_id, None)
-            if self.postponed.ended(request_id) and request is not None:
+            if self.postponed.load_ended(request_id) and request is not None:
                 self._wait_again(request)
-        self._hand_overs.reported(received, connector_output.failed_recving, now)
+        self._hand_overs.loads_reported(received, connector_output.failed_recving, now)
         if self.first_tokens is not None:
-            self.first_tokens.reported(received)
+            self.first_tokens.loads_ended(received)
 
     def _reported(self, news: Reported, now: float) -> None:
         match news:
             case LoadParked():
-                self.awaited.block_holds.parked(news.request_id, news.rank)
+                self.awaited.block_holds.park(news.request_id, news.rank)
             case LoadCleared():
-                self.awaited.block_holds.cleared(news.request_id, news.rank)
+                self.awaited.block_holds.clear(news.request_id, news.rank)
             case LoadCompleted():
-                self._hand_overs.completed(news.request_id, news.at, news.clock)
+                self._hand_overs.load_completed(news.request_id, news.at, news.clock)
             case LoadToken():
                 if self.first_tokens is not None:
                     self.first_tokens.token_reported(news.request_id, news.token)
             case LoadQueued():
-                self.postponed.queued(news.request_id, news.computed)
+                self.postponed.load_queued(news.request_id, news.computed)
             case LoadUnregistered():
-                self.postponed.unregistered(news.request_id, news.rank)
+                self.postponed.load_unregistered(news.request_id, news.rank)
             case PushWithdrawn():
                 if news.request_id in self._answered:
                     self._withdrawn.add(news.request_id)
             case AbortsPending():  # a step without a report does not come here
                 self._workers_settle_until, self._step_is_due = now + NEXT_REPORT_S, True
-            case Ending():
-                self._endings.reported(news, now)
+            case Ended():
+                self._ended.report_ended(news, now)
             case _:
                 assert_never(news)
 
@@ -327,7 +327,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._attempts[request_id] = self._attempts.get(request_id, 0) + 1
         request.kv_transfer_params["do_remote_prefill"] = True
         super().on_new_request(request)  # vLLM's heartbeats name it again
-        self.postponed.came(request_id, self.prompt_names(request))
+        self.postponed.request_waits(request_id, self.prompt_names(request))
         if self.first_tokens is not None:
             self.first_tokens.finished(request_id)
 
@@ -338,11 +338,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
             self.metrics.recorder.count(EARLY_ANSWERS, "withdrawn")
         return taken
 
-    def measured(self, now: float) -> Tally | None:
+    def measured(self, now: float) -> MetricDelta | None:
         """Metrics since the last call. vLLM asks at the end of each step."""
         self._hand_overs.tick(now)
-        self._endings.tick(now)
-        return self.metrics.take(now)
+        self._ended.tick(now)
+        return self.metrics.take_delta(now)
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request, and cancel its load if it has one. Returns vLLM's answer."""
@@ -354,8 +354,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._unplaced.pop(request.request_id, None)
         self._loading.pop(request.request_id, None)
         self._attempts.pop(request.request_id, None)
-        self.postponed.finished(request.request_id)
-        never_registered = awaits_scheduling(request)
+        self.postponed.request_finished(request.request_id)
+        never_registered = lacks_registration(request)
         if never_registered:
             self._decline(request)
         if self._dropped.pop(request.request_id, None) is not None:
@@ -368,8 +368,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
             self._sampled[request.request_id] = sampled
         if never_registered:
             self.cancel_receive(request.request_id)
-        self.awaited.finished(request.request_id)
-        self._hand_overs.finished(request.request_id, time.perf_counter())
+        self.awaited.request_finished(request.request_id)
+        self._hand_overs.request_finished(request.request_id, time.perf_counter())
         if self.first_tokens is not None:
             self.first_tokens.finished(request.request_id)
         self._digests.pop(request.request_id, None)
@@ -390,7 +390,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def _plan(self, output: SchedulerOutput) -> StepPlan:
         accepted = tuple(request_id for request_id in self._provisional_steps.begin() if self._is_computed(request_id))
-        hits = self._prefix_hits.take(output.num_scheduled_tokens)
+        hits = self._prefix_hits.pop_hits(output.num_scheduled_tokens)
         cached = self._cached(output, hits) if hits and self._sends else {}
         if not self._prompts:
             return StepPlan()
@@ -410,7 +410,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             epoch = progress.epoch
             new = []
             if not progress.chunks and cached.get(request_id):
-                new.append(progress.found(cached[request_id], request.num_prompt_tokens, tables))
+                new.append(progress.plan_cached(cached[request_id], request.num_prompt_tokens, tables))
             new.append(progress.advance(request.num_computed_tokens, scheduled, request.num_prompt_tokens, tables))
             if progress.epoch != epoch:
                 rewound.append(request_id)
@@ -456,7 +456,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             assert table is not None
             return self._kinds.transfer_tables(table)
 
-        for request_id in self._provisional_steps.found(hits, computed, tables):
+        for request_id in self._provisional_steps.begin_requests(hits, computed, tables):
             if request_id in self._prompts:
                 self._prompts[request_id][1].provisional = True
         if not any(hits.get(request_id) for request_id, (_, progress) in self._prompts.items() if not progress.chunks):

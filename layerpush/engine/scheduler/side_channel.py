@@ -53,7 +53,7 @@ _NO_ADDRESS = (
 )
 _decoder = msgspec.msgpack.Decoder(tuple[bytes, int, int])
 
-Answers = Mapping[tuple[int, int], bytes]
+HandshakeAnswers = Mapping[tuple[int, int], bytes]
 """(pp rank, tp rank) -> the rank's encoded handshake payload."""
 
 
@@ -84,7 +84,9 @@ def bind(host: str, port: int) -> socket.socket:
         time.sleep(BIND_RETRY_S)
 
 
-def listen(bound: socket.socket, answers: Answers, ready: threading.Event, stop: threading.Event, *_: object) -> None:
+def listen(
+    bound: socket.socket, answers: HandshakeAnswers, ready: threading.Event, stop: threading.Event, *_: object
+) -> None:
     """Runs in vLLM's listener thread instead of vLLM's own loop: good queries get the same answers, bad ones none.
 
     ``bound`` is of ``bind``; the other arguments are vLLM's.
@@ -131,7 +133,7 @@ class Listener:
     """
 
     def __init__(
-        self, bound: socket.socket, answers: Answers, stop: threading.Event, limit: int = MAX_CONNECTIONS
+        self, bound: socket.socket, answers: HandshakeAnswers, stop: threading.Event, limit: int = MAX_CONNECTIONS
     ) -> None:
         self._bound = bound
         self._answers = answers

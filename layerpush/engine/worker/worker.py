@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from layerpush.telemetry.metrics.tally import Tally
+    from layerpush.telemetry.metrics.metric_delta import MetricDelta
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -284,17 +284,17 @@ class LayerwisePushWorker(VllmPushWorker):
     def may_lapse(self, request_id: str) -> bool:
         return self.claims.may_lapse(request_id)
 
-    def measured(self, now: float) -> Tally | None:
+    def measured(self, now: float) -> MetricDelta | None:
         """Metrics since the last call. vLLM calls ``report`` next."""
         # Asked first: if no abort is pending, these metrics and the report have the outcomes of all.
         self._settles = self._unreported_aborts.is_pending(now)
-        return self.metrics.take(now)
+        return self.metrics.take_delta(now)
 
     def report(self) -> WorkerReport | None:
         """Loads that were completed, parked or cleared since the last report, their first tokens, ended pushes and
         loads, and whether pushes of aborted requests still run.
         """
-        news: list[Reported] = [*self.metrics.recorder.endings()]
+        news: list[Reported] = [*self.metrics.recorder.take_ended()]
         news += (self._reported.popleft() for _ in range(len(self._reported)))
         if self._settles:
             news.append(AbortsPending())

@@ -47,7 +47,7 @@ from layerpush.engine.worker.inbox import Inbox
 from layerpush.engine.worker.thread_name import WRITER, name_this_thread
 from layerpush.engine.worker.wake import Waker
 from layerpush.prefill.pushes import Pushes
-from layerpush.telemetry.metrics.lag import Lag
+from layerpush.telemetry.metrics.loop_lag import LoopLag
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -75,7 +75,7 @@ class WriterThread:
         self,
         worker: VllmPushWorker,
         waker: Waker,
-        lag: Lag,
+        lag: LoopLag,
         inbox: Inbox,
         pushes: Pushes,
         loads: Loads,
@@ -102,7 +102,7 @@ class WriterThread:
         _call("using the device", self._worker.use_device)
         while not self._stop.is_set():
             woken = self._waker.clear()
-            self._lag.began(time.perf_counter())
+            self._lag.turn_began(time.perf_counter())
             try:
                 self._turn(woken)
             except Exception as error:  # the engine must outlive any defect here: every push fails, none completes
@@ -111,7 +111,7 @@ class WriterThread:
                 self._due = time.perf_counter() + NOTIFICATION_POLL_S
             now = time.perf_counter()
             timeout = max(0.0, min(self._due - now, self._notifications_s))
-            self._lag.ended(now, timeout)
+            self._lag.turn_ended(now, timeout)
             self._waker.wait(timeout, polls_layers=self._pushes.polls_layers)
 
     def stop(self) -> bool:
@@ -141,7 +141,7 @@ class WriterThread:
         for part in self._timed:
             part.tick(now)
         if not self._pushes.is_draining:
-            self._unreported_aborts.settled(aborts)
+            self._unreported_aborts.drained(aborts)
         awaited = self._loads.is_waiting or self._pushes.awaits_message
         self._notifications_s = NOTIFICATION_POLL_S if awaited else IDLE_POLL_S
         self._due = self._next_due(time.perf_counter())

@@ -195,7 +195,7 @@ LOADS = Metric(
         "loaded": "every byte is there",
         "unregistered": "P could not begin it; its blocks went to another request, and it is registered again later",
         "failed": "bytes are missing; no P rank can write any more",
-        "parked": "failed while P may still write: the blocks stay out of use",
+        "parked": "failed while P may still write: the blocks stay parked",
         "aborted": "D's request was aborted",
         "refused": "D could not register it",
     },
@@ -278,9 +278,9 @@ PARKED_REQUESTS = Metric(
     "parked_requests",
     Kind.GAUGE,
     Side.DECODE,
-    "Ended requests whose blocks stay out of use because a P may still write them.",
+    "Ended requests whose blocks are parked, because a P may still write them.",
 )
-PARKED_BLOCKS = Metric("parked_blocks", Kind.GAUGE, Side.DECODE, "KV cache blocks out of use for that reason.")
+PARKED_BLOCKS = Metric("parked_blocks", Kind.GAUGE, Side.DECODE, "Parked blocks of the KV cache.")
 LOST_PEERS = Metric(
     "lost_peers",
     Kind.COUNTER,
@@ -301,7 +301,7 @@ DROPPED_MESSAGES = Metric(
     {
         "bad_notification": "bytes that are not a message",
         "bad_kv_transfer_params": "a request with bad `kv_transfer_params` or a host outside `allowed_hosts`",
-        "foreign_word": "to D: a status from an agent without this registration",
+        "foreign_status": "to D: a status from an agent without this registration",
         "late_completion": "to D: a status for an unknown load",
         "foreign_cancel": "to P: a `Cancel` for another engine's registration",
         "id_in_use": "to P: a second registration under the id of a current one",

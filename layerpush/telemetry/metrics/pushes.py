@@ -17,7 +17,7 @@ from layerpush.telemetry.metrics.catalog import (
     WRITE_SECONDS,
     WRITES,
 )
-from layerpush.telemetry.metrics.recorder import Ending, Recorder
+from layerpush.telemetry.metrics.recorder import Ended, Recorder
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 
 
@@ -32,7 +32,7 @@ class PushMeter:
         self._engine_fallback = engine_fallback
 
     def landed(self, write: WriteRecord, plan: str = "direct", *, whole: bool = False) -> None:
-        """A WRITE has landed; ``whole``: upstream's of a whole request."""
+        """A WRITE has landed; ``whole``: vLLM's of a whole request."""
         sizes = [(WRITE_BYTES, float(write.bytes)), (WRITE_DESCRIPTORS, float(write.descriptors))]
         if not whole:  # vLLM records their regions instead of layers
             sizes.append((WRITE_LAYERS, float(write.layers[1] - write.layers[0] + 1)))
@@ -59,7 +59,7 @@ class PushMeter:
             times[TRANSFER.key] = transfer_s
             if exposed_s is not None:
                 times[EXPOSED.key] = exposed_s
-        self._recorder.ended(Ending(push.request_id, PUSHES.key, self._outcome(push), fallback, times))
+        self._recorder.record_ended(Ended(push.request_id, PUSHES.key, self._outcome(push), fallback, times))
 
     def _outcome(self, push: PushRecord) -> str:
         if push.outcome == "failed" and push.decode_request_id is None:

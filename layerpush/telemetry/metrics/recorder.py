@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from layerpush.telemetry.metrics.catalog import LOADS, NO_LABEL, PUSHES, Metric
-from layerpush.telemetry.metrics.tally import Tally
+from layerpush.telemetry.metrics.metric_delta import MetricDelta
 
 SEVERITY: Mapping[str, tuple[str, ...]] = {
     PUSHES.key: ("layerwise", "whole", "fallback", "late_registration", "cancelled", "unclaimed", "failed"),
@@ -17,7 +17,7 @@ SEVERITY: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class Ended:
     """The end of a push or load on one rank or on several.
 
     ``metric`` is the key of ``PUSHES`` or ``LOADS``, ``outcome`` a value of its label, ``fallback`` one of
@@ -31,7 +31,7 @@ class Ending:
     times: Mapping[str, float] = field(default_factory=dict)
     ranks: int = 1
 
-    def joined(self, other: Ending) -> Ending:
+    def joined(self, other: Ended) -> Ended:
         """The same end, with that on other ranks: the worst outcome, the longest of the times that all ranks have."""
         return replace(
             self,
@@ -47,8 +47,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tally = Tally()
-        self._endings: list[Ending] = []
+        self._tally = MetricDelta()
+        self._ended: list[Ended] = []
 
     def count(self, metric: Metric, value: str = NO_LABEL, number: int = 1) -> None:
         with self._lock:
@@ -59,19 +59,19 @@ class Recorder:
             for metric, value in observations:
                 self._tally.observe(metric, value)
 
-    def ended(self, ending: Ending) -> None:
+    def record_ended(self, ended: Ended) -> None:
         """This rank has ended a push or load."""
         with self._lock:
-            self._endings.append(ending)
+            self._ended.append(ended)
 
-    def endings(self) -> list[Ending]:
+    def take_ended(self) -> list[Ended]:
         """Take the ends recorded since the last call."""
         with self._lock:
-            taken, self._endings = self._endings, []
+            taken, self._ended = self._ended, []
         return taken
 
-    def take(self) -> Tally:
-        """The metrics recorded since the last call, in a tally that belongs to the caller."""
+    def take_delta(self) -> MetricDelta:
+        """The metrics recorded since the last call, in a delta that belongs to the caller."""
         with self._lock:
-            taken, self._tally = self._tally, Tally()
+            taken, self._tally = self._tally, MetricDelta()
         return taken

@@ -19,7 +19,7 @@ RETRY_S = 0.2
 RESTART_S = (0.0, 1.0, 5.0)
 SHUTDOWN_S = 20.0
 LONG_S = 32.0  # longer than any deadline, and than outcomes wait for a stopped main thread
-# Seconds beyond a deadline: in time for the first answer to it, or after D has set its blocks aside.
+# Seconds beyond a deadline: in time for the first answer to it, or after D has parked its blocks.
 BEYOND_S = (1.0, PEER_TIMEOUT_S + 2.0, PEER_TIMEOUT_S + 6.0)
 BURST = 3
 OUR_MESSAGES = {"P": ("accepted", "fail", "cancelled", "pong"), "D": ("cancel", "ping")}

@@ -129,7 +129,7 @@ class DecodeEngine(Process):
 
     def _wait(self, waiting: Waiting, *, first: bool) -> None:
         self.queue.insert(0 if first else len(self.queue), waiting)
-        self.postponed.came(waiting.request_id, named_prompts([waiting.prompt.base], waiting.prompt.text))
+        self.postponed.request_waits(waiting.request_id, named_prompts([waiting.prompt.base], waiting.prompt.text))
 
     def schedule(self) -> None:
         """Give blocks to requests in the order of the queue."""
@@ -142,7 +142,7 @@ class DecodeEngine(Process):
                 short = True
                 break
             self.queue.remove(waiting)
-            self.postponed.placed(waiting.request_id)
+            self.postponed.request_placed(waiting.request_id)
             self._register(waiting, blocks)
         for request_id in self.postponed.to_unregister(short):
             self.task(partial(self._unregister, request_id))
@@ -186,7 +186,7 @@ class DecodeEngine(Process):
     def abort(self, load: Load) -> None:
         """The scheduler keeps the blocks until the worker reports the load's end."""
         load.aborted = True
-        self.postponed.finished(load.request_id)
+        self.postponed.request_finished(load.request_id)
         self.task(lambda: self.open_loads.abort(load.request_id, "aborted", self.world.now))
 
     def _expire(self, load: Load) -> None:
@@ -212,7 +212,7 @@ class DecodeEngine(Process):
         assert not load.aborted or load.outcome is None
         assert self._holds(load), f"{load} was reported complete over wrong bytes"
         assert (load.first_token is None) == (load.sampling is None), f"{load} lacks its answer, or did not ask"
-        self.postponed.ended(load.request_id)
+        self.postponed.load_ended(load.request_id)
         self._end(load, "loaded")
 
     # News to the scheduler.
@@ -222,9 +222,9 @@ class DecodeEngine(Process):
             case LoadToken():
                 self._first_token(news.request_id, news.token)
             case LoadQueued():
-                self.postponed.queued(news.request_id, news.computed)
+                self.postponed.load_queued(news.request_id, news.computed)
             case LoadUnregistered():
-                self.postponed.unregistered(news.request_id, 0)
+                self.postponed.load_unregistered(news.request_id, 0)
             case LoadParked():
                 self._parked(news.request_id)
             case LoadCleared():
@@ -246,7 +246,7 @@ class DecodeEngine(Process):
     def failed(self, request_id: str) -> None:
         assert self.loads[request_id].first_token is None, "a failed load has no first token"
         load = self.loads[request_id]
-        again = self.postponed.ended(request_id)
+        again = self.postponed.load_ended(request_id)
         self._end(load, "unregistered" if again else "failed")
         if again:
             self._wait(replace(load.waiting, attempt=load.waiting.attempt + 1), first=True)

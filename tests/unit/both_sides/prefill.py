@@ -139,7 +139,7 @@ class PrefillEngine:
                 for index, block in enumerate(table[:blocks]):
                     rank.write_kv(layer, block, request.prompt.kv(layer, index))
         request.computed = blocks * BLOCK_SIZE
-        chunk = request.progress.found(request.computed, request.prompt.tokens, [table])
+        chunk = request.progress.plan_cached(request.computed, request.prompt.tokens, [table])
         assert chunk is not None
         return chunk
 

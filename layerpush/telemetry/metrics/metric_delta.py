@@ -30,7 +30,7 @@ class Buckets:
         self.counts[index] += 1
         self.sums[index] += value
 
-    def add(self, counts: Sequence[int], sums: Sequence[float]) -> None:
+    def merge(self, counts: Sequence[int], sums: Sequence[float]) -> None:
         for index, (count, total) in enumerate(zip(counts, sums, strict=True)):
             self.counts[index] += count
             self.sums[index] += total
@@ -61,7 +61,7 @@ class Buckets:
 
 
 @dataclass(slots=True)
-class Tally:
+class MetricDelta:
     """Counters by key and label value, histograms by key, gauges by key and reporter.
 
     One thread at a time may use it. ``to_data`` returns plain dicts, lists, numbers and strings for another process;
@@ -105,12 +105,12 @@ class Tally:
         return not (self.counters or self.histograms or self.gauges)
 
     def merge(self, data: Mapping[str, Any]) -> None:
-        """Add a copy of another tally's ``to_data``."""
+        """Add a copy of another delta's ``to_data``."""
         for key, values in data.get("counters", {}).items():
             for value, number in values.items():
                 self.count(BY_KEY[key], value, number)
         for key, (counts, sums) in data.get("histograms", {}).items():
-            self._buckets(key).add(counts, sums)
+            self._buckets(key).merge(counts, sums)
         for key, levels in data.get("gauges", {}).items():
             self.gauges.setdefault(key, {}).update(levels)
 
@@ -122,10 +122,10 @@ class Tally:
         }
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Tally:
-        tally = cls()
-        tally.merge(data)
-        return tally
+    def from_data(cls, data: Mapping[str, Any]) -> MetricDelta:
+        delta = cls()
+        delta.merge(data)
+        return delta
 
     def _buckets(self, key: str) -> Buckets:
         buckets = self.histograms.get(key)

@@ -21,23 +21,23 @@ from layerpush.telemetry.metrics.catalog import (
     WRITE_BYTES,
     Kind,
 )
-from layerpush.telemetry.metrics.tally import MAX_LABEL_VALUES, OTHER, Buckets, Tally
+from layerpush.telemetry.metrics.metric_delta import MAX_LABEL_VALUES, OTHER, Buckets, MetricDelta
 
 
-def sample(seed: int) -> Tally:
-    dice, tally = random.Random(seed), Tally()
+def sample(seed: int) -> MetricDelta:
+    dice, delta = random.Random(seed), MetricDelta()
     for _ in range(50):
-        tally.count(PUSHES, dice.choice(list(PUSHES.values)))
-        tally.count(FAILED_WRITES)
-        tally.observe(EXPOSED, dice.expovariate(10.0))
-    tally.level(PENDING_REGISTRATIONS, f"rank {seed}", seed)
-    return tally
+        delta.count(PUSHES, dice.choice(list(PUSHES.values)))
+        delta.count(FAILED_WRITES)
+        delta.observe(EXPOSED, dice.expovariate(10.0))
+    delta.level(PENDING_REGISTRATIONS, f"rank {seed}", seed)
+    return delta
 
 
-def merged(*tallies: Tally) -> Tally:
-    total = Tally()
-    for tally in tallies:
-        total.merge(tally.to_data())
+def merged(*tallies: MetricDelta) -> MetricDelta:
+    total = MetricDelta()
+    for delta in tallies:
+        total.merge(delta.to_data())
     return total
 
 
@@ -54,7 +54,7 @@ def test_ranks_add_up_in_any_order() -> None:
 def test_a_merge_does_not_change_its_argument() -> None:
     data = sample(1).to_data()
     before = msgspec.json.encode(data)
-    total = Tally.from_data(data)
+    total = MetricDelta.from_data(data)
     total.merge(sample(2).to_data())
     total.level(PENDING_REGISTRATIONS, "rank 1", 99)
     assert msgspec.json.encode(data) == before
@@ -68,33 +68,33 @@ def test_data_survives_msgpack() -> None:
 
 def test_data_does_not_grow_with_observations() -> None:
     once, often = merged(sample(1)), merged(*(sample(1) for _ in range(200)))
-    size_once, size_often = (len(msgspec.msgpack.encode(tally.to_data())) for tally in (once, often))
+    size_once, size_often = (len(msgspec.msgpack.encode(delta.to_data())) for delta in (once, often))
     assert size_often < 2 * size_once
 
 
 def test_a_gauge_keeps_the_newest_level_of_each_reporter() -> None:
     """Every rank counts every request, so the ranks' levels are not added up."""
-    total = Tally()
+    total = MetricDelta()
     for reporter, level in (("0", 3), ("1", 4), ("1", 2)):
-        update = Tally()
+        update = MetricDelta()
         update.level(PENDING_REGISTRATIONS, reporter, level)
         total.merge(update.to_data())
     assert total.highest(PENDING_REGISTRATIONS) == 3
 
 
 def test_label_values_are_bounded() -> None:
-    tally = Tally()
+    delta = MetricDelta()
     for number in range(10 * MAX_LABEL_VALUES):
-        tally.count(LOADS, f"outcome {number}")
-    assert len(tally.counters[LOADS.key]) == MAX_LABEL_VALUES + 1
-    assert tally.counters[LOADS.key][OTHER] == 9 * MAX_LABEL_VALUES
-    assert tally.counted(LOADS) == 10 * MAX_LABEL_VALUES
+        delta.count(LOADS, f"outcome {number}")
+    assert len(delta.counters[LOADS.key]) == MAX_LABEL_VALUES + 1
+    assert delta.counters[LOADS.key][OTHER] == 9 * MAX_LABEL_VALUES
+    assert delta.counted(LOADS) == 10 * MAX_LABEL_VALUES
 
 
 def test_a_count_of_zero_leaves_the_tally_empty() -> None:
-    tally = Tally()
-    tally.count(PUSHES, "failed", 0)
-    assert tally.is_empty
+    delta = MetricDelta()
+    delta.count(PUSHES, "failed", 0)
+    assert delta.is_empty
 
 
 def test_a_bucket_includes_its_upper_bound() -> None:
@@ -106,9 +106,9 @@ def test_a_bucket_includes_its_upper_bound() -> None:
 
 
 def test_negative_observations_become_zero() -> None:
-    tally = Tally()
-    tally.observe(EXPOSED, -1e-9)
-    assert tally.observed(EXPOSED).total == 0.0
+    delta = MetricDelta()
+    delta.observe(EXPOSED, -1e-9)
+    assert delta.observed(EXPOSED).total == 0.0
 
 
 @pytest.mark.parametrize("part", [0.5, 0.9, 0.99])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 
-class Lag:
-    """The loop's own thread calls ``began`` and ``ended`` around each turn; any thread may ``take``. Times in seconds.
+class LoopLag:
+    """The loop's own thread calls ``turn_began`` and ``turn_ended`` around each turn, any thread ``take_worst``. Times
+    are in seconds.
 
     A turn's lag is its length plus its delay. The delay is the time from the wake-up call, or from the end of the poll
     timeout if that is earlier, until the turn begins. A loop that is on time and does little has almost no lag. A turn
@@ -26,19 +27,19 @@ class Lag:
         if self._woken is None:
             self._woken = now
 
-    def began(self, now: float) -> None:
+    def turn_began(self, now: float) -> None:
         with self._lock:
             self._delayed = self._delay(now)
             self._began, self._woken = now, None
 
-    def ended(self, now: float, poll_timeout: float) -> None:
+    def turn_ended(self, now: float, poll_timeout: float) -> None:
         """The loop now waits for ``poll_timeout`` seconds, unless it is woken."""
         with self._lock:
             if self._began is not None:
                 self._worst = max(self._worst, self._delayed + now - self._began)
             self._began, self._due = None, now + poll_timeout
 
-    def take(self, now: float) -> float | None:
+    def take_worst(self, now: float) -> float | None:
         """The longest lag since the last call; None if there has been no turn yet."""
         with self._lock:
             if self._due is None and self._began is None:
