@@ -23,7 +23,7 @@ from bench.command import console, numbers
 from bench.provenance import provenance
 from layerpush.core.layout import CacheLayout, LayerSlots, Region
 from layerpush.core.liveness import PeerWatch
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_mode import PushMode
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.wire import Registration
 from layerpush.decode.loads import Loads
@@ -104,7 +104,7 @@ class Rank:
         trace, meter = TraceFile(None, "P", 0), PushMeter(recorder)
         connections = Connections(quiet, quiet, None, quiet.search)
         links, writes = Links(quiet, connections), Writes(quiet, layout, timeout_s=60.0)
-        self.pushes = Pushes(Identity("P", 0), layout, Policy(), writes, self.steps, links, quiet, trace, meter)
+        self.pushes = Pushes(Identity("P", 0), layout, PushMode.LAYER, writes, self.steps, links, quiet, trace, meter)
         steps = self.steps
         claims = Claims(self.pushes, connections, quiet, errors, str, lambda: steps.steps, 60.0)
         self.pushes.registry = claims

@@ -167,7 +167,7 @@ def _show(console: Console, report: DemoReport, plot: Path, json_file: Path | No
     ratio = report.exposed_ratio()
     if ratio is not None:
         console.print(
-            f"After prefill, auto mode leaves {100 * ratio:.1f} % of the time that request mode leaves exposed."
+            f"After prefill, auto mode leaves {100 * ratio:.1f} % of the time that a whole push leaves exposed."
         )
     if report.negative_control_detected:
         console.print("Negative control: one corrupted layer changed the tokens, as it must.")

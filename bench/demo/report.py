@@ -71,7 +71,7 @@ class DemoReport:
         return problems
 
     def exposed_ratio(self) -> float | None:
-        """Exposed time of auto mode over that of request mode."""
+        """Exposed time of auto mode over that of a whole push."""
         results = self.results()
         auto, request = results["auto"].figures, results["request"].figures
         if auto is None or request is None or request.exposed_ms <= 0:

@@ -23,7 +23,7 @@ EXPOSED_LIMIT = 1.2
 END_LIMIT = 1.05
 MEDIANS = ("exposed_s", "transfer_s", "end_s", "writer_s")
 LAYERS_TO_HIDE = 16
-"""With so many layers or more, a push by layer may expose at most two layers' share of request mode's exposed time."""
+"""With so many layers or more, a push by layer may expose at most two layers' share of a whole push's exposed time."""
 
 
 @dataclass(frozen=True)

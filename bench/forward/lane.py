@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from bench.forward.end import NOTIFICATION_POLL_S
 from bench.forward.pair import Pair
 from bench.forward.queued import queued_s
 from bench.forward.reach import DECODE, Reach
-from layerpush.core.config import PushMode
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_mode import PushMode
 from layerpush.core.wire import Registration, read
 from layerpush.engine.worker.wake import Waker
 from layerpush.prefill.fences import fences_for
@@ -35,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 50e-3
 """Longest sleep of an engine's idle writer thread in seconds."""
-STREAMS: Mapping[PushMode, bool] = {"auto": True, "layer": True, "chunk": True, "request": False}
 """The modes, and whether they push while prefill computes."""
 
 
@@ -74,7 +71,7 @@ class Lane:
         waker: Waker,
     ) -> None:
         layout = self.layout = reach.cache.layout
-        streams = self.streams = STREAMS[mode]
+        self.streams = mode is not PushMode.WHOLE
         self.meter = RecordingMeter(Recorder())
         fences = fences_for(reach.cache.slots[0].device)
         self.step_events = StepEvents(layout.index_of, waker.wake, fences, wake_lazily=waker.wake_lazily)
@@ -83,8 +80,8 @@ class Lane:
         self.writer = self.pair.writer = Pushes(
             Identity("P", 0),
             layout,
-            Policy(mode),
-            Writes(transport, layout, reach.strategy if streams else None),
+            mode,
+            Writes(transport, layout, reach.strategy if self.streams else None),
             self.step_events,
             played,
             played,

@@ -35,7 +35,7 @@ class Pair:
         self._transport = transport
         self._writes = Writes(transport, reach.cache.layout)
         self._pending: dict[str, Registration] = {}
-        self._delegated: dict[str, Registration] = {}
+        self._whole: dict[str, Registration] = {}
         self._unknown: set[str] = set()
         self._running: set[str] = set()
         self.all_known = threading.Event()
@@ -75,7 +75,7 @@ class Pair:
         every = slice(0, len(layout.layers))
         part = Segment(every, 0, 0, len(targets), tuple(sources), targets)
         whole = Write(WHOLE.id, 0, 0, len(targets) * sum(layout.layer_bytes), (part,))
-        self._delegated[request_id] = registration
+        self._whole[request_id] = registration
         for transfer in self._writes.post(whole, replace(self._reach.link, speed=LinkSpeed())):
             self.writer.adopt(request_id, transfer, DECODE, registration.request_id)
 
@@ -102,7 +102,7 @@ class Pair:
     def push_ended(self, request_id: str, failure: str | None, now: float) -> None:  # noqa: ARG002
         if failure is not None:
             self.problems.append(f"{request_id}: {failure}")
-        self._delegated.pop(request_id, None)
+        self._whole.pop(request_id, None)
         self._running.discard(request_id)
         if not self._running:
             self.all_over.set()
@@ -111,7 +111,7 @@ class Pair:
 
     def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:  # noqa: ARG002
         if landed:  # each of D's ranks gets a completion of its own
-            self.complete(self._reach.link, self._delegated[request_id])
+            self.complete(self._reach.link, self._whole[request_id])
 
     def pushed(self, written: WriteSums, transfer_s: float) -> None:
         """Does nothing: no vLLM counts transfers."""

@@ -24,7 +24,7 @@ from bench.forward.cores import bind_this_thread, this_thread_on
 from bench.forward.draws import Draw
 from bench.forward.end import GONE, End, digest_of, settle
 from bench.forward.kv import Noise
-from bench.forward.lane import STREAMS, Lane, Pusher
+from bench.forward.lane import Lane, Pusher
 from bench.forward.models import BLOCK_TOKENS
 from bench.forward.orders import (
     Check,
@@ -42,6 +42,7 @@ from bench.forward.reach import DECODE, OWN, Reach
 from bench.forward.settings import Settings
 from bench.ucx import of_this_process
 from layerpush.apps.tracing.intervals import union_length
+from layerpush.core.push_mode import PushMode
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.prefill.pushes import WRITE_POLL_S
 from layerpush.transport.base import Route, WriteState
@@ -68,7 +69,7 @@ class Bench:
 
     def __init__(self, end: End, reach: Reach, pusher: Pusher) -> None:
         self.reach = reach
-        self.lanes: dict[str, Lane] = {mode: Lane(mode, reach, end.transport, pusher.waker) for mode in STREAMS}
+        self.lanes: dict[str, Lane] = {mode: Lane(mode, reach, end.transport, pusher.waker) for mode in PushMode}
 
 
 class PrefillEnd:
@@ -145,7 +146,7 @@ class PrefillEnd:
     ) -> None:
         """One forward, with its push; ``way`` OFF has none."""
         self._turn += 1
-        lane = bench.lanes[next(iter(STREAMS)) if way == OFF else way]
+        lane = bench.lanes[PushMode.AUTO if way == OFF else way]
         names = () if way == OFF else self._names(len(draws))
         lane.meter.forget()
         lane.pair.expects(names)

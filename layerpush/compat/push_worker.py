@@ -73,7 +73,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
     """Makes every NIXL call on the writer thread, and lets the writer watch every WRITE.
 
     vLLM's own thread, ``nixl-push-writer``, stays the writer; it runs the loop given to ``start_writer``. It also sends
-    heartbeats and polls whole-request WRITEs, which vLLM leaves to the main thread. Once the caches are registered,
+    heartbeats and polls whole WRITEs, which vLLM leaves to the main thread. Once the caches are registered,
     only the handshake executor calls NIXL beside the writer; ``LockedAgent`` keeps the two apart.
     """
 
@@ -111,7 +111,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
     # Hooks that a subclass overrides.
 
     def whole_write_posted(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_id: str) -> None:
-        """vLLM posted one WRITE of a whole-request push. Writer thread."""
+        """vLLM posted one WRITE of a whole push. Writer thread."""
         raise NotImplementedError
 
     def lease_expired(self, request_id: str) -> None:
@@ -238,13 +238,13 @@ class VllmPushWorker(NixlPushConnectorWorker):
             self._leases.forget(request_id)
 
     def deferred_pushes(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """Take whole-request pushes whose handshake is over: request, blocks, registration."""
+        """Take whole pushes whose handshake is over: request, blocks, registration."""
         yield from _drained(self._deferred_push_inbox)
 
-    # Writer thread: whole-request pushes.
+    # Writer thread: whole pushes.
 
     def push_whole(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None:
-        """Start vLLM's whole-request push, unless the lease has ended. vLLM attaches the completion to the WRITE."""
+        """Start vLLM's whole push, unless the lease has ended. vLLM attaches the completion to the WRITE."""
         self._acknowledges = bool(registration.get("acknowledges"))
         with self._leases.posting(request_id) as lives:
             if lives:
@@ -333,7 +333,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         pp_size: int = 1,
         notif_agents_only: bool = False,
     ) -> Future[Any] | None:
-        """Note the address of each handshake: vLLM begins some by itself, for heartbeats and whole-request pushes."""
+        """Note the address of each handshake: vLLM begins some by itself, for heartbeats and whole pushes."""
         pending: Future[Any] | None = super()._ensure_handshake(
             engine_id, host, port, tp_size, dcp_size, pp_size, notif_agents_only
         )

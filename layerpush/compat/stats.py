@@ -24,7 +24,7 @@ class TransferStats:
         self._telemetry: deque[Any] = deque()
 
     def write_landed(self, telemetry: Any) -> None:
-        """A WRITE of a whole-request push has landed. ``telemetry`` is NIXL's."""
+        """A WRITE of a whole push has landed. ``telemetry`` is NIXL's."""
         self._telemetry.append(telemetry)
 
     def pushed(self, written: WriteSums, transfer_s: float) -> None:
@@ -39,7 +39,7 @@ class TransferStats:
         )
 
     def failed(self) -> None:
-        """A WRITE of a whole-request push, or a push by layer, has failed."""
+        """A WRITE of a whole push, or a push by layer, has failed."""
         self._telemetry.append(None)
 
     def feed(self, stats: NixlKVConnectorStats) -> None:

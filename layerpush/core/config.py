@@ -11,11 +11,10 @@ import msgspec
 from msgspec import Meta
 
 from layerpush.core.hosts import MAX_HOST_CHARS, HostError, check_entry
+from layerpush.core.push_mode import PushMode
 
 CONNECTOR_NAME = "LayerwisePushConnector"
 """layerpush's `kv_connector` in a `--kv-transfer-config`."""
-PushMode = Literal["auto", "layer", "chunk", "request"]
-"""How the KV cache of a request leaves P: just in time, layer by layer, chunk by chunk, or whole after prefill."""
 MAX_STAGING_BYTES = 1 << 30
 
 # Keys of kv_connector_extra_config that vLLM 0.32's NIXL connectors read: passed through, not checked.
@@ -128,7 +127,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def mode(self) -> PushMode:
         """How P pushes a request that does not choose for itself."""
-        return self.granularity if self.layerwise else "request"
+        return PushMode(self.granularity) if self.layerwise else PushMode.WHOLE
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, object]) -> LayerPushConfig:

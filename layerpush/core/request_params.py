@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import Literal, NoReturn, cast, get_args
+from typing import Literal, NoReturn, cast
 
-from layerpush.core.config import LayerPushConfig, PushMode
+from layerpush.core.config import LayerPushConfig
 from layerpush.core.hosts import MAX_HOST_CHARS, host_allowed, is_host
+from layerpush.core.push_mode import PushMode
 from layerpush.core.wire import MAX_ID_CHARS, MAX_PORT, MAX_TP_SIZE, is_request_id
 
 KvRole = Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -84,7 +85,8 @@ def check_request_id(params: object, request_id: str, most: int = MAX_ID_CHARS) 
 
 def chosen_mode(params: Mapping[str, object]) -> PushMode | None:
     """The push mode in these checked params; None: the engine's configuration decides."""
-    return cast("PushMode | None", params.get(MODE))
+    mode = params.get(MODE)
+    return None if mode is None else PushMode(str(mode))
 
 
 def transfer_id(params: Mapping[str, object]) -> str | None:
@@ -98,7 +100,7 @@ def is_pushed(params: object) -> bool:
 
 
 def _check_mode(mode: object) -> None:
-    choices = get_args(PushMode)
+    choices = [choice.value for choice in PushMode]
     if mode is not None and mode not in choices:
         _refuse(MODE, f"is {_shown(mode)}, must be one of {', '.join(map(repr, choices))}")
 

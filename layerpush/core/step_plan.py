@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from layerpush.core.config import PushMode
+from layerpush.core.push_mode import PushMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The way from a push to its decode engine: the connection, the link, vLLM's whole-request push, the completion.
+"""The way from a push to its decode engine: the connection, the link, vLLM's whole push, the completion.
 
 Writer thread only.
 """

@@ -1,14 +1,14 @@
 """One push on one prefill rank: a session, its WRITEs on the wire, and its record. Writer thread only.
 
 ``Pushes`` opens a ``Push`` for each request, holds it in its table, and calls it when the scheduler, the forward
-pass, a decode engine or upstream's push has changed something. The push turns each change into an event for its
+pass, a decode engine or vLLM's push has changed something. The push turns each change into an event for its
 session (``handle``) and performs the actions that the session returns: ``ACTIONS`` has one method for each. The result
 of an action is the next event, often within the same call.
 
 Ownership:
 
 - The session decides. Only it writes its fields; the push reads them.
-- The push owns ``transfers``, its WRITEs on the wire, upstream's included. The writer calls ``poll`` each turn. A
+- The push owns ``transfers``, its WRITEs on the wire, vLLM's included. The writer calls ``poll`` each turn. A
   WRITE to several decode ranks is over, for the session, when the last of its transfers is.
 - The record has the times and the outcome. It goes to the trace when the push is closed.
 - ``PushServices`` has the objects that all pushes of a rank use.
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from layerpush.core.push_policy import LATE_REGISTRATION
+from layerpush.core.push_mode import LATE_REGISTRATION, PushMode
 from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
 from layerpush.core.write import WHOLE, MismatchError
@@ -41,13 +41,13 @@ from layerpush.prefill.push_protocol import (
     CancelledByD,
     Connect,
     Connected,
-    Delegate,
     Event,
     Failed,
     Notified,
     Notify,
     Post,
     PostReady,
+    PushWhole,
     Refused,
     Registered,
     Release,
@@ -170,17 +170,17 @@ class Push:
     @property
     def awaits_peer(self) -> bool:
         """Whether the push waits for a registration or a handshake."""
-        return self.is_unclaimed or self.session.state in (State.CONNECTING, State.DELEGATED)
+        return self.is_unclaimed or self.session.state in (State.CONNECTING, State.WHOLE)
 
     @property
     def is_unclaimed(self) -> bool:
         """No decode engine has registered yet, and one may."""
-        return self.session.state in (State.WAITING, State.DELEGATED) and self.session.registration is None
+        return self.session.state in (State.WAITING, State.WHOLE) and self.session.registration is None
 
     @property
-    def is_delegated(self) -> bool:
-        """Whether upstream is to push the request whole, and has posted no WRITE yet."""
-        return self.session.state is State.DELEGATED
+    def is_whole(self) -> bool:
+        """Whether vLLM is to push the request whole, and has posted no WRITE yet."""
+        return self.session.state is State.WHOLE
 
     @property
     def exposed_s(self) -> float | None:
@@ -246,15 +246,15 @@ class Push:
 
     def begin_whole(self, begin: Callable[[], None]) -> None:
         """Call ``begin``, which has vLLM push the request whole, if that is still to be done."""
-        if not self.is_delegated:
+        if not self.is_whole:
             return
         try:
             begin()
         except Exception as error:  # noqa: BLE001  vLLM's code may raise anything: this push cannot go on
-            self._fail_by(error, "its whole-request push")
+            self._fail_by(error, "its whole push")
 
     def adopt(self, transfer: Transfer, decode_engine_id: str, decode_request_id: str) -> None:
-        """Upstream has posted one of its whole-request WRITEs."""
+        """vLLM has posted one of its whole WRITEs."""
         self.record.decode_engine_id, self.record.decode_request_id = decode_engine_id, decode_request_id
         self._on_the_wire(transfer)
         self.handle(WholePosted())
@@ -350,7 +350,7 @@ class Push:
         self.record.t_notified = time.perf_counter()
         self.handle(Notified())
 
-    def _delegate(self, action: Delegate) -> None:
+    def _hand_over(self, action: PushWhole) -> None:
         record, registration = self.record, action.registration
         if registration is None:
             registration = self._registry.take_registration(self.request_id, time.perf_counter())
@@ -361,14 +361,14 @@ class Push:
             return
         record.decode_request_id = registration.request_id
         record.decode_engine_id = registration.decode_engine_id
-        if record.mode != "request" and record.fallback is None:
+        if record.mode != PushMode.WHOLE and record.fallback is None:
             record.fallback = LATE_REGISTRATION
-        record.mode = "request"
+        record.mode = PushMode.WHOLE
         self._services.links.connect(registration, partial(self._push_whole, registration))
 
     def _push_whole(self, registration: Registration, error: str | None, _at: float) -> None:
         """The decode engine is connected, or cannot be for the reason ``error``."""
-        if not self.is_delegated:
+        if not self.is_whole:
             return
         reason = error or self._refusal(registration)
         if reason is not None:
@@ -400,7 +400,7 @@ class Push:
         Connect: _connect,
         Post: _post,
         Notify: _notify,
-        Delegate: _delegate,
+        PushWhole: _hand_over,
         ReportFailure: _report_failure,
         ReportRewind: _report_rewind,
         SendFirstToken: _send_first_token,
@@ -453,10 +453,10 @@ class Push:
         if not landed:
             why = self._losses[WHOLE.id].reason
             decode_id = self.record.decode_request_id
-            logger.error("whole-request push of %s to %s failed: %s", self.request_id, decode_id, why)
+            logger.error("whole push of %s to %s failed: %s", self.request_id, decode_id, why)
         try:
             self._services.worker.whole_write_ended(self.request_id, transfer, landed)
-        except Exception as error:  # noqa: BLE001  upstream's accounts may fail; the session must know of the end
+        except Exception as error:  # noqa: BLE001  vLLM's accounts may fail; the session must know of the end
             self._note_loss(WHOLE.id, f"{type(error).__name__}: {error}", peer_lost=False)
 
     def _note_loss(self, write: int, reason: str, peer_lost: bool) -> None:
@@ -515,7 +515,7 @@ class Push:
             return
         record.outcome, record.reason = self.session.outcome, self.session.failure
         self._services.meter.closed(record, self.exposed_s, self.transfer_s)
-        if record.mode == "request" or record.decode_request_id is None:
+        if record.mode == PushMode.WHOLE or record.decode_request_id is None:
             return  # vLLM counts its own WRITEs, and requests that no D has wanted
         if record.outcome == "completed" and self.written.bytes:
             self._services.worker.transfer_stats.pushed(self.written, self.transfer_s)

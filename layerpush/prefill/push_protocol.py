@@ -27,8 +27,8 @@ class State(enum.Enum):
     NOTIFYING = "everything landed, the completion is being sent"
     NOTIFIED = "the completion was sent; the scheduler still holds the request"
     DEFERRED = "will be pushed whole when prefill has finished"
-    DELEGATED = "handed to upstream's whole-request push"
-    WRITING_WHOLE = "upstream's whole-request WRITEs are on the wire"
+    WHOLE = "handed to vLLM, which pushes the request whole"
+    WRITING_WHOLE = "vLLM's WRITEs of the whole request are on the wire"
     DRAINING = "failed or aborted: WRITEs in flight must end first"
     ABANDONED = "failed and drained; the scheduler still holds the request"
     CLOSED = "nothing is left to do"
@@ -109,7 +109,7 @@ class Notified(Event):
 
 @dataclass(frozen=True, slots=True)
 class WholePosted(Event):
-    """Upstream's whole-request push has put a WRITE on the wire: `WriteLanded` or `WriteLost` of ``WHOLE`` follows."""
+    """vLLM's whole push has put a WRITE on the wire: `WriteLanded` or `WriteLost` of ``WHOLE`` follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +197,8 @@ class SendFirstToken(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Delegate(Action):
-    """Hand the request to upstream's whole-request push, with the registration if one is known."""
+class PushWhole(Action):
+    """Hand the request to vLLM's whole push, with the registration if one is known."""
 
     registration: Registration | None
 
@@ -238,12 +238,12 @@ _GIVEN_UP = {S.ABANDONED, S.CLOSED}
 TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     S.WAITING: {
         Planned: {S.WAITING}, Ready: {S.WAITING}, Preempted: {S.WAITING}, Rewound: {S.WAITING},
-        ResultsAccepted: {S.WAITING}, Registered: {S.CONNECTING, S.DEFERRED}, Finished: {S.DELEGATED},
+        ResultsAccepted: {S.WAITING}, Registered: {S.CONNECTING, S.DEFERRED}, Finished: {S.WHOLE},
         Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED}, Failed: {S.ABANDONED},
     },
     S.CONNECTING: {
         Planned: {S.CONNECTING}, Ready: {S.CONNECTING}, Preempted: {S.CONNECTING}, Rewound: {S.CONNECTING},
-        ResultsAccepted: {S.CONNECTING}, Connected: {S.STREAMING}, Refused: {S.DEFERRED, S.DELEGATED},
+        ResultsAccepted: {S.CONNECTING}, Connected: {S.STREAMING}, Refused: {S.DEFERRED, S.WHOLE},
         Failed: _GIVEN_UP, CancelledByD: _GIVEN_UP, Finished: {S.CONNECTING}, Aborted: {S.CLOSED},
         LeaseExpired: {S.CLOSED},
     },
@@ -274,11 +274,11 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
         Finished: {S.CLOSED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.DEFERRED: {
-        Finished: {S.DELEGATED}, Failed: {S.ABANDONED}, CancelledByD: {S.ABANDONED},
+        Finished: {S.WHOLE}, Failed: {S.ABANDONED}, CancelledByD: {S.ABANDONED},
         Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
-    S.DELEGATED: {
-        Registered: {S.DELEGATED}, WholePosted: {S.WRITING_WHOLE}, Failed: {S.CLOSED}, CancelledByD: {S.CLOSED},
+    S.WHOLE: {
+        Registered: {S.WHOLE}, WholePosted: {S.WRITING_WHOLE}, Failed: {S.CLOSED}, CancelledByD: {S.CLOSED},
         LeaseExpired: {S.CLOSED}, Aborted: {S.CLOSED},
     },
     S.WRITING_WHOLE: {

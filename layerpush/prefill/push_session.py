@@ -6,15 +6,15 @@ The tables in ``push_protocol`` have the events that each state accepts.
 
 Four phases, in the order of a push that goes well:
 
-- Nothing is posted: ``WAITING`` for D's registration, ``CONNECTING`` to D. A push by request stays ``DEFERRED``.
+- Nothing is posted: ``WAITING`` for D's registration, ``CONNECTING`` to D. A whole push stays ``DEFERRED``.
 - Blocks go by layer or chunk: ``STREAMING``. After a preemption the session is ``REWINDING`` until the old epoch's
   WRITEs have ended, and starts anew. So it is if vLLM takes a step back. If it still may, the session is
   ``UNCONFIRMED``. ``NOTIFYING`` sends D the completion; ``NOTIFIED`` has sent it.
-- Or upstream pushes the request whole: ``DELEGATED``, and ``WRITING_WHOLE`` while its WRITEs are on the wire.
+- Or vLLM pushes the request whole: ``WHOLE``, and ``WRITING_WHOLE`` while its WRITEs are on the wire.
 - The end: ``CLOSED``. A push that fails is ``DRAINING`` until its WRITEs have ended. It is ``ABANDONED`` after that, if
   the scheduler has not finished the request yet.
 
-``in_flight`` holds each WRITE that may touch memory, upstream's as ``WHOLE``. ``outcome`` and ``failure`` are set once.
+``in_flight`` holds each WRITE that may touch memory, vLLM's as ``WHOLE``. ``outcome`` and ``failure`` are set once.
 Three facts are not states, because each goes with most states: ``_finished`` (the scheduler holds the blocks under a
 lease), ``_dropped`` (it has taken them back) and ``_cancelled`` (D wants its blocks back). They decide the last state,
 in ``_end_without_completion``.
@@ -39,7 +39,7 @@ from typing import ClassVar
 
 from layerpush.core.first_token import Sampled
 from layerpush.core.machine import IllegalTransitionError, Machine
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_mode import MAX_IN_FLIGHT, PushMode
 from layerpush.core.wire import Registration
 from layerpush.core.write import WHOLE, Write
 from layerpush.prefill import push_protocol
@@ -49,11 +49,11 @@ from layerpush.prefill.push_protocol import (
     TRANSITIONS,
     Action,
     Connect,
-    Delegate,
     Event,
     Notify,
     Outcome,
     Post,
+    PushWhole,
     Release,
     ReportFailure,
     ReportRewind,
@@ -72,7 +72,12 @@ class PushSession(Machine[State, Event, Action]):
     IGNORED: ClassVar = IGNORED
 
     def __init__(
-        self, request_id: str, layer_groups: Sequence[int], layer_bytes: Sequence[int], policy: Policy
+        self,
+        request_id: str,
+        layer_groups: Sequence[int],
+        layer_bytes: Sequence[int],
+        mode: PushMode,
+        max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         super().__init__(request_id, State.WAITING)
         self.registration: Registration | None = None
@@ -80,10 +85,11 @@ class PushSession(Machine[State, Event, Action]):
         self.failure: str | None = None
         self.epoch = 0
         self.in_flight: dict[int, Write] = {}
-        self.policy = policy
+        self.mode = mode
         self.landed_bytes = self.posted_bytes = 0
         """Bytes of this epoch: those that have landed, and those that were posted."""
-        self._ready_blocks = ReadyBlocks(layer_groups, layer_bytes, by_layer=policy.by_layer)
+        self._ready_blocks = ReadyBlocks(layer_groups, layer_bytes, by_layer=mode.by_layer)
+        self._max_in_flight = max_in_flight
         self._writes = 0
         self._coverage: Coverage | None = None
         self._sampled: Sampled | None = None
@@ -125,8 +131,8 @@ class PushSession(Machine[State, Event, Action]):
         return self.state
 
     def _on_post_ready(self, event: push_protocol.PostReady, actions: list[Action]) -> State:
-        may_split = self.policy.by_layer and not event.wait
-        has_room = len(self.in_flight) < self.policy.max_in_flight
+        may_split = self.mode.by_layer and not event.wait
+        has_room = len(self.in_flight) < self._max_in_flight
         if has_room and (may_split or self._ready_blocks.has_whole_chunk):
             self._post_pending(actions)
         return self._settle(actions)
@@ -135,11 +141,11 @@ class PushSession(Machine[State, Event, Action]):
         if self.registration is not None:
             raise IllegalTransitionError(f"{self.request_id}: registered twice")
         self.registration = event.registration
-        if self.state is S.DELEGATED:
+        if self.state is S.WHOLE:
             self._send_first_token(actions)
-            actions.append(Delegate(event.registration))
-            return S.DELEGATED
-        if not self.policy.streams:
+            actions.append(PushWhole(event.registration))
+            return S.WHOLE
+        if self.mode is PushMode.WHOLE:
             return S.DEFERRED
         actions.append(Connect(event.registration))
         return S.CONNECTING
@@ -153,8 +159,8 @@ class PushSession(Machine[State, Event, Action]):
     def _on_refused(self, _: push_protocol.Refused, actions: list[Action]) -> State:
         if not self._finished:
             return S.DEFERRED
-        actions.append(Delegate(self.registration))
-        return S.DELEGATED
+        actions.append(PushWhole(self.registration))
+        return S.WHOLE
 
     def _on_landed(self, event: push_protocol.WriteLanded, actions: list[Action]) -> State:
         write = self.in_flight.pop(event.write)
@@ -211,8 +217,8 @@ class PushSession(Machine[State, Event, Action]):
         self._finished, self._sampled = True, event.sampled
         self._send_first_token(actions)
         if self.state in (S.WAITING, S.DEFERRED):
-            actions.append(Delegate(self.registration))
-            return S.DELEGATED
+            actions.append(PushWhole(self.registration))
+            return S.WHOLE
         if self.state in (S.NOTIFIED, S.ABANDONED):
             return self._release(actions)
         return self._settle(actions) if self.state is S.UNCONFIRMED else self.state

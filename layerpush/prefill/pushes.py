@@ -7,7 +7,7 @@
 2. has each push poll its WRITEs;
 3. has each push that streams, and that something has happened to, post its ready layers.
 
-It only iterates; the push handles its events. A registration, a cancellation, an error or an upstream WRITE reaches its
+It only iterates; the push handles its events. A registration, a cancellation, an error or a WRITE of vLLM's reaches its
 push through a method here, by request id, between turns, on the same thread.
 
 While a step is being computed, ``LayerInterval`` tells when the writer looks for its layers. Then no layer but the last
@@ -24,13 +24,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from layerpush.core.config import PushMode
 from layerpush.core.layout import CacheLayout
-from layerpush.core.push_policy import SHORT_PROMPT, Policy
+from layerpush.core.push_mode import MAX_IN_FLIGHT, SHORT_PROMPT, PushMode
 from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
 from layerpush.prefill.layer_interval import FENCE_POLL_S, LONGEST_S, LayerInterval
@@ -83,17 +81,19 @@ class Pushes:
         self,
         identity: Identity,
         layout: CacheLayout,
-        policy: Policy,
+        mode: PushMode,
         writes: Writes,
         step_events: StepEvents,
         links: Links,
         worker: VllmPushWorker,
         trace: TraceFile,
         meter: PushMeter,
+        max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         self._identity = identity
         self._layout = layout
-        self._policy = policy
+        self._mode = mode
+        self._max_in_flight = max_in_flight
         self._step_events = step_events
         self._trace = trace
         self._writes = writes
@@ -214,7 +214,7 @@ class Pushes:
         swept = self._step_swept
         self._schedule.step_ended(len(self._layer_groups) - len(swept))
         if swept and self._step_events.is_hooked:
-            tokens = [chunk.end - chunk.start for push, chunk in self._step if push.session.policy.by_layer]
+            tokens = [chunk.end - chunk.start for push, chunk in self._step if push.session.mode.by_layer]
             self._unhooked.step_ended(swept, max(tokens, default=0))
         self._step, self._swept = [], self._current
 
@@ -242,11 +242,11 @@ class Pushes:
 
     def _open(self, request_id: str, streams: bool, chosen: PushMode | None = None) -> Push:
         """``streams`` False: the scheduler has no blocks to push before prefill ends. ``chosen``: see ``ChunkPlan``."""
-        mode, fallback = chosen or self._policy.mode, None
-        if mode != "request":
+        mode, fallback = chosen or self._mode, None
+        if mode is not PushMode.WHOLE:
             fallback = self._identity.fallback or (None if streams else SHORT_PROMPT)
-        policy = replace(self._policy, mode=mode if fallback is None else "request")
-        session = PushSession(request_id, self._layer_groups, self._layout.layer_bytes, policy)
+        served = mode if fallback is None else PushMode.WHOLE
+        session = PushSession(request_id, self._layer_groups, self._layout.layer_bytes, served, self._max_in_flight)
         record = PushRecord(
             request_id=request_id,
             engine_id=self._identity.engine_id,
@@ -303,7 +303,7 @@ class Pushes:
         return self._layer_interval.next_due(
             now,
             missing,
-            by_layer=any(push.session.policy.by_layer for push, _ in self._step),
+            by_layer=any(push.session.mode.by_layer for push, _ in self._step),
             leave_at=self._schedule.leave_at if all_wait else None,
             fenced=self._step_events.has_fences,
         )
@@ -371,13 +371,13 @@ class Pushes:
             push.fail(reason)
 
     def push_deferred(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None:
-        """vLLM's whole-request push had to wait for a handshake, which is over."""
+        """vLLM's whole push had to wait for a handshake, which is over."""
         push = self._pushes.get(request_id)
         if push is not None:
             push.begin_whole(partial(self._services.worker.push_whole, request_id, blocks, registration))
 
     def adopt(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_request_id: str) -> None:
-        """Watch one of upstream's whole-request WRITEs."""
+        """Watch one of vLLM's whole WRITEs."""
         push = self._pushes.get(request_id) or self._open(request_id, streams=False)
         push.adopt(transfer, decode_engine_id, decode_request_id)
 
@@ -441,7 +441,7 @@ class Pushes:
     def computed(self) -> list[str]:
         """Requests whose prefill has ended and that no decode engine has registered. Any thread."""
         unclaimed = list(self._pushes.unclaimed.values())
-        return [push.request_id for push in unclaimed if push.session.state is State.DELEGATED]
+        return [push.request_id for push in unclaimed if push.session.state is State.WHOLE]
 
     @property
     def has_registered_prompts(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from layerpush.core.push_mode import PushMode
 from layerpush.prefill.layer_interval import LayerInterval
 from layerpush.prefill.push import Push
 from layerpush.prefill.push_protocol import State
@@ -53,7 +54,7 @@ class StepSchedule:
                 by_engine.setdefault(push.link.engine_id, (push.link, []))[1].append(push)
         for link, sharing in by_engine.values():
             running = [push for push in sharing if push.request_id in step]
-            if running and all(push.session.policy.mode == "auto" for push in running):
+            if running and all(push.session.mode is PushMode.AUTO for push in running):
                 self._decide(link, sharing, running, ready, now)
 
     def waits(self, push: Push) -> bool:

@@ -16,6 +16,8 @@ from typing import ClassVar
 
 import msgspec
 
+from layerpush.core.push_mode import PushMode
+
 SCHEDULER_RANK = -1
 """The rank in the records of an engine's scheduler."""
 
@@ -98,7 +100,7 @@ class PushRecord(msgspec.Struct, kw_only=True):
     engine_id: str
     decode_engine_id: str | None = None
     rank: int
-    mode: str
+    mode: PushMode
     fallback: str | None = None
     outcome: str = "pending"
     reason: str | None = None

@@ -132,7 +132,7 @@ class Connections:
             return
         try:
             running = self._network.handshake(address)
-        except Exception as error:  # noqa: BLE001  upstream's clean-up of stale engines may fail; so does this attempt
+        except Exception as error:  # noqa: BLE001  vLLM's clean-up of stale engines may fail; so does this attempt
             self._over(address, then, tries, _reason(error))
             return
         if running is None:

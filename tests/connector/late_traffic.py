@@ -45,7 +45,7 @@ PLACES = {
     "hooks": Place(),
     "auto": Place(extra={"granularity": "auto", "packing": "off"}),
     "no hooks": Place(hooks=()),
-    # A whole-request push may leave before the drafter's layers, as in vLLM: it affects no token.
+    # A whole push may leave before the drafter's layers, as in vLLM: it affects no token.
     "drafter without hooks": Place(hooks=(), drafted=(NAMES[-1],), late_registrations=False),
     "microbatches": Place(microbatches=2),
     "gathered": Place(extra={"granularity": "layer", "packing": "gather", "staging_bytes": 16 << 20}),

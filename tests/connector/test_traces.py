@@ -73,7 +73,7 @@ def test_both_sides_record_a_push_and_its_load(traced: tuple[Engine, Engine, Cal
     assert {event["name"] for event in events if event["ph"] == "s"} == {"registration", "completion"}
 
 
-def test_a_whole_request_push(traced: tuple[Engine, Engine, Callable[[], TraceSet]]) -> None:
+def test_a_whole_push(traced: tuple[Engine, Engine, Callable[[], TraceSet]]) -> None:
     p, d, read = traced
     p.prefill("r-1", TOKENS)
     run(p, STEPS)

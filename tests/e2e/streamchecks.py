@@ -1,4 +1,4 @@
-"""Checks of a push's trace, so that a silent fallback to whole-request push fails a test."""
+"""Checks of a push's trace, so that a silent fallback to whole push fails a test."""
 
 import math
 

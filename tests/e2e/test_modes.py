@@ -16,7 +16,7 @@ LENGTHS = (1, 32, 33, 257, 513, 1500)
 
 
 @pytest.mark.parametrize("order", ["early", "late", "together"])
-def test_layerwise_off_is_whole_request_push(fleet: Fleet, reference: Reference, order: Order) -> None:
+def test_layerwise_off_is_whole_push(fleet: Fleet, reference: Reference, order: Order) -> None:
     p, d = fleet.get(engines.P_WHOLE, engines.D_LAYER)
     for length in LENGTHS:
         handoff = send(p, d, prompt(length, seed=20), order)

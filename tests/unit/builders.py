@@ -68,7 +68,7 @@ def chunks_of(
 
 
 def upstream_pairs(prefill_blocks: Sequence[int], decode_blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """vLLM's rule for a whole-request push: the decode engine's blocks are the prompt's last ones."""
+    """vLLM's rule for a whole push: the decode engine's blocks are the prompt's last ones."""
     if not decode_blocks:
         return []
     return list(zip(prefill_blocks[-len(decode_blocks) :], decode_blocks, strict=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from layerpush.core.first_token import Sampled
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_mode import MAX_IN_FLIGHT, PushMode
 from layerpush.core.step_plan import ChunkPlan, PromptProgress
 from layerpush.core.wire import Registration
 from layerpush.core.write import WHOLE, Segment, Write
@@ -31,9 +31,10 @@ class Shape:
     layer_groups: tuple[int, ...]
     block_sizes: tuple[int, ...]
     wanted: tuple[int, ...]
-    policy: Policy = field(default_factory=Policy)
+    mode: PushMode = PushMode.LAYER
     nulls: tuple[int, ...] = (0, 0, 0)
     """Leading null blocks in each group's table, as a sliding window leaves them."""
+    max_in_flight: int = MAX_IN_FLIGHT
     provisional: bool = False
     """The scheduler may take back a step of the first epoch."""
 
@@ -67,9 +68,9 @@ class PushWorld:
     disturbed: bool = False
     completions: int = 0
     notified: bool = False
-    delegates: list[Registration | None] = field(default_factory=list)
+    handed_over: list[Registration | None] = field(default_factory=list)
     upstream_busy: bool = False
-    """Upstream's whole-request WRITE is on the wire."""
+    """Upstream's whole WRITE is on the wire."""
     upstream_posts: int = 0
     delivered: bool = False
     cancelled: bool = False
@@ -89,7 +90,9 @@ class PushWorld:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        self.session = PushSession("p-1", shape.layer_groups, [LAYER_BYTES] * len(shape.layer_groups), shape.policy)
+        self.session = PushSession(
+            "p-1", shape.layer_groups, [LAYER_BYTES] * len(shape.layer_groups), shape.mode, shape.max_in_flight
+        )
         self._progress = PromptProgress("p-1", shape.block_sizes, provisional=shape.provisional)
         self.registration = registration(
             *(shape.targets(group) for group in range(len(shape.block_sizes))), sampling="greedy"
@@ -121,21 +124,18 @@ class PushWorld:
     @property
     def registrable(self) -> bool:
         """No decode engine has registered, and one may: `Pushes.waiting`."""
-        return not self.registered and self.state in (State.WAITING, State.DELEGATED)
+        return not self.registered and self.state in (State.WAITING, State.WHOLE)
 
     @property
     def withdrawable(self) -> bool:
         """D may cancel: it has registered, or it registered and cancelled before the request came."""
-        return (self.registered or self.state is State.DELEGATED) and self.session.accepts(push_protocol.CancelledByD)
+        return (self.registered or self.state is State.WHOLE) and self.session.accepts(push_protocol.CancelledByD)
 
     @property
     def pushed_by_upstream(self) -> bool:
-        """Upstream may post its WRITE: `Push.is_delegated`, and D has registered."""
+        """Upstream may post its WRITE: `Push.is_whole`, and D has registered."""
         return (
-            self.state is State.DELEGATED
-            and self.registered
-            and self.session.failure is None
-            and not self.upstream_posts
+            self.state is State.WHOLE and self.registered and self.session.failure is None and not self.upstream_posts
         )
 
     @property
@@ -182,11 +182,11 @@ class PushWorld:
                 self._check_post(action.write)
             elif isinstance(action, push_protocol.Notify):
                 self._check_completion(action)
-            elif isinstance(action, push_protocol.Delegate):
+            elif isinstance(action, push_protocol.PushWhole):
                 assert self.finished
-                assert not self.ever_posted, "a request that has streamed is never delegated"
+                assert not self.ever_posted, "a request whose blocks were posted is never pushed whole"
                 assert action.registration == (self.registration if self.registered else None)
-                self.delegates.append(action.registration)
+                self.handed_over.append(action.registration)
             elif isinstance(action, push_protocol.ReportFailure):
                 self._check_failure(action)
             elif isinstance(action, push_protocol.SendFirstToken):
@@ -210,7 +210,7 @@ class PushWorld:
         assert (self.session.outcome, self.session.failure) == (self.outcome, self.failure)
         assert self.completions <= 1
         assert self.rewinds_reported == self.late_rewinds
-        assert len(self.delegates) == len(set(self.delegates))
+        assert len(self.handed_over) == len(set(self.handed_over))
         assert self.releases <= 1
         assert self.tokens <= 1
         if self.finished and self.registered and self.failure is None:
@@ -230,8 +230,8 @@ class PushWorld:
             assert self.is_provisional, "nothing to wait for"
         if self.state in (State.ABANDONED, State.NOTIFIED):
             assert not self.finished, "the scheduler has finished the request, and waits for its blocks"
-        if self.state is State.DELEGATED:
-            assert self.delegates[-1] == (self.registration if self.registered else None)
+        if self.state is State.WHOLE:
+            assert self.handed_over[-1] == (self.registration if self.registered else None)
 
     # The scheduler and the forward pass.
 
@@ -357,7 +357,7 @@ class PushWorld:
         self.send(push_protocol.Notified())
 
     def post_whole(self) -> None:
-        assert self.delegates[-1] == self.registration
+        assert self.handed_over[-1] == self.registration
         self.upstream_busy = True
         self.upstream_posts += 1
         self.post_whole_to_next_rank()
@@ -389,7 +389,7 @@ class PushWorld:
         assert cells <= self.wanted
         assert not cells & self.posted, "posted twice in one epoch"
         assert cells <= self.ready, "posted before it was ready"
-        if not self.shape.policy.by_layer:
+        if not self.shape.mode.by_layer:
             assert cells <= self.computed_cells, "posted in the middle of a chunk"
         assert write.size == LAYER_BYTES * sum(pairs_in(write).values()) == self._bytes(cells)
         if self.waits:
@@ -399,15 +399,15 @@ class PushWorld:
         self.posted |= cells
         self.ever_posted += 1
         self.in_flight[write.id] = write
-        assert len(self.in_flight) <= self.shape.policy.max_in_flight
+        assert len(self.in_flight) <= self.shape.max_in_flight
 
     def _check_left(self, event: push_protocol.PostReady) -> None:
         """Blocks that ``PostReady`` leaves unposted wait for the end of their chunk, or for room on the wire."""
-        policy = self.shape.policy
-        if self.state is State.STREAMING and len(self.in_flight) < policy.max_in_flight:
+        shape = self.shape
+        if self.state is State.STREAMING and len(self.in_flight) < shape.max_in_flight:
             left = self.ready & self.wanted - self.posted
             assert not left & self.computed_cells
-            assert not policy.by_layer or event.wait or not self._bytes(left)
+            assert not shape.mode.by_layer or event.wait or not self._bytes(left)
 
     def _bytes(self, cells: set[Cell]) -> int:
         """Null blocks count, but move nothing."""

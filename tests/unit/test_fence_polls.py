@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_mode import PushMode
 from layerpush.core.step_plan import StepPlan
 from layerpush.prefill import step_events
 from layerpush.prefill.layer_interval import FENCE_POLL_S
@@ -49,7 +49,7 @@ def test_fences_are_found_in_time_with_few_polls(
     gpu = Gpu(layer_s)
     monkeypatch.setattr(time, "perf_counter", lambda: gpu.now)
     monkeypatch.setattr(step_events, "perf_counter", lambda: gpu.now)
-    rig = Rig(layers=LAYERS, policy=Policy("layer" if by_layer else "chunk"))
+    rig = Rig(layers=LAYERS, mode=PushMode.LAYER if by_layer else PushMode.CHUNK)
     rig.capture._fences = gpu
     prompt = Prompt("p-1", TOKENS, list(range(1, 9)))
     rig.registers(prompt)

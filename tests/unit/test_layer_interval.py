@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_mode import PushMode
 from layerpush.prefill.layer_interval import LONGEST_S, POLLS_APART, SHORTEST_S, LayerInterval
 from layerpush.prefill.pushes import WRITE_POLL_S
 from tests.support.fake_transport import Faults
@@ -84,7 +84,7 @@ def test_the_writer_uses_the_interval_between_layers_only(monkeypatch: pytest.Mo
 
 
 def test_by_chunk_the_writer_uses_the_longest_interval() -> None:
-    rig = Rig(policy=Policy("chunk"))
+    rig = Rig(mode=PushMode.CHUNK)
     prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
     rig.registers(prompt, decoder)
     seen: list[float | None] = []

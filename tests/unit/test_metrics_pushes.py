@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from layerpush.core.push_policy import LATE_REGISTRATION, SHORT_PROMPT, Policy
+from layerpush.core.push_mode import LATE_REGISTRATION, SHORT_PROMPT, PushMode
 from layerpush.prefill.push import Push
 from layerpush.prefill.push_session import PushSession
 from layerpush.telemetry.metrics.catalog import (
@@ -43,10 +43,10 @@ ENGINE_FALLBACK = "the model has Mamba layers"
 class Metered:
     """A writer with a recorder, and one prompt."""
 
-    def __init__(self, faults: Faults | None = None, registered: bool = True, policy: Policy | None = None) -> None:
+    def __init__(self, faults: Faults | None = None, registered: bool = True, mode: PushMode = PushMode.LAYER) -> None:
         self.recorder = Recorder()
         meter = PushMeter(self.recorder, engine_fallback=None)
-        self.rig, self.prompt = Rig(faults, policy=policy, meter=meter), Prompt("p-1", TOKENS, list(range(1, 9)))
+        self.rig, self.prompt = Rig(faults, mode=mode, meter=meter), Prompt("p-1", TOKENS, list(range(1, 9)))
         self.wanted = self.rig.asks(self.prompt, self.rig.decoder())
         if registered:
             self.rig.host.pending[self.prompt.name] = self.wanted
@@ -97,7 +97,7 @@ def test_a_late_registration_has_its_own_fallback_label() -> None:
     assert delta.counters[FALLBACKS.key] == {"late_registration": 1}
     assert delta.observed(WRITE_BYTES).count == 1
     assert delta.counters[WRITES.key] == {"direct": 1}
-    assert delta.observed(WRITE_LAYERS).count == 0, "the layers of a whole-request WRITE are not known"
+    assert delta.observed(WRITE_LAYERS).count == 0, "the layers of a whole WRITE are not known"
     assert delta.observed(EXPOSED).count == 1
     assert metered.rig.host.transfers == [], "vLLM counts its own WRITE"
 
@@ -215,7 +215,7 @@ def test_every_end_has_its_label(push: PushRecord, outcome: str, reason: str | N
 
 def push_of(rig: Rig | None = None) -> Push:
     writer = (rig or Rig()).writer
-    session = PushSession("p", (0,), (16,), Policy())
+    session = PushSession("p", (0,), (16,), PushMode.LAYER)
     return Push(session, record("pending", "layer"), writer.registry, writer._services)
 
 

@@ -73,7 +73,7 @@ def pushed(rank: str = "0", seconds: float = 0.02) -> MetricDelta:
 
 
 def upstream_stats() -> Any:
-    """Upstream's statistics of one whole-request WRITE of 1 MiB."""
+    """Upstream's statistics of one whole WRITE of 1 MiB."""
     stats = LayerPushStats()
     for key, value in (
         ("transfer_duration", 0.5),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from layerpush.core.first_token import Sampled
 from layerpush.core.machine import IllegalTransitionError
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_mode import PushMode
 from layerpush.core.write import MismatchError, Write
 from layerpush.prefill import push_protocol
 from layerpush.prefill.push_protocol import State
@@ -22,9 +23,9 @@ from tests.unit.builders import blocks_of, chunks_of, registration
 from tests.unit.push_world import PushWorld, Shape
 
 
-def world_of(state: State, tokens: int = 8, layers: int = 2, policy: Policy | None = None) -> PushWorld:
+def world_of(state: State, tokens: int = 8, layers: int = 2, **shape: Any) -> PushWorld:
     """Blocks of four tokens; WAITING or STREAMING with its first chunk planned and nothing ready."""
-    world = PushWorld(Shape(tokens, (0,) * layers, (4,), (blocks_of(tokens, 4),), policy or Policy()))
+    world = PushWorld(Shape(tokens, (0,) * layers, (4,), (blocks_of(tokens, 4),), **shape))
     world.plan(4)
     if state is State.STREAMING:
         world.register()
@@ -66,7 +67,7 @@ def test_waiting_layers_merge_until_a_post_or_the_end_of_their_chunk() -> None:
 
 
 def test_ready_layers_merge_while_the_wire_is_full() -> None:
-    world = world_of(State.STREAMING, layers=4, policy=Policy(max_in_flight=1))
+    world = world_of(State.STREAMING, layers=4, max_in_flight=1)
     world.hook(0)
     [first] = posted(world)
     world.hook(1)
@@ -84,7 +85,7 @@ def test_ready_layers_merge_while_the_wire_is_full() -> None:
     ],
 )
 def test_a_registration_that_does_not_fit_the_prompt_is_an_error(groups: list[list[int]], error: str) -> None:
-    session = PushSession("p-1", (0,), (10,), Policy())
+    session = PushSession("p-1", (0,), (10,), PushMode.LAYER)
     session.handle(push_protocol.Planned(chunks_of(4, [4], [[7]], [4])[0]), 0.0)
     session.handle(push_protocol.Registered(registration(*groups)), 0.0)
     with pytest.raises(MismatchError, match=error):
@@ -93,7 +94,7 @@ def test_a_registration_that_does_not_fit_the_prompt_is_an_error(groups: list[li
 
 
 def test_a_chunk_out_of_order_is_an_error() -> None:
-    session = PushSession("p-1", (0,), (10,), Policy())
+    session = PushSession("p-1", (0,), (10,), PushMode.LAYER)
     chunks = chunks_of(12, [4], [[7, 8, 9]], [4])
     session.handle(push_protocol.Planned(chunks[0]), 0.0)
     with pytest.raises(IllegalTransitionError, match="chunk 2 follows 1"):
@@ -110,7 +111,8 @@ def shapes(draw: st.DrawFn) -> Shape:
         layer_groups=tuple(draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=5))),
         block_sizes=sizes,
         wanted=tuple(draw(st.integers(1, blocks_of(tokens, size))) if least else 0 for size in sizes),
-        policy=Policy(draw(st.sampled_from(["layer", "chunk"])), draw(st.sampled_from([1, 2, 8, 100]))),
+        mode=draw(st.sampled_from([PushMode.LAYER, PushMode.CHUNK])),
+        max_in_flight=draw(st.sampled_from([1, 2, 8, 100])),
         nulls=(0, draw(st.integers(0, 3)), 0),
     )
 
@@ -140,7 +142,7 @@ def test_the_whole_request_is_pushed_for_any_chunks(shape: Shape, seed: int) -> 
 
 def finished(sampling: str | None, sampled: Sampled | None, *, first: bool) -> list[push_protocol.Action]:
     """The first tokens that are sent when D registers before P has finished, or after."""
-    session = PushSession("p-1", (0,), (10,), Policy())
+    session = PushSession("p-1", (0,), (10,), PushMode.LAYER)
     events = [
         push_protocol.Registered(registration([1], layerpush=1, sampling=sampling)),
         push_protocol.Finished(sampled),

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from layerpush.core.machine import IllegalTransitionError
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_mode import PushMode
 from layerpush.prefill import push_protocol
 from layerpush.prefill.push_protocol import IGNORED, TRANSITIONS, Event, State
 from layerpush.prefill.push_session import PushSession
@@ -19,19 +19,19 @@ from tests.unit.push_world import SAMPLED, PushWorld, Shape
 Move = Callable[[PushWorld], None]
 
 SHAPES = {
-    "by layer": Shape(8, (0,), (4,), (2,), Policy(max_in_flight=2)),
-    "two layers": Shape(4, (0, 0), (4,), (1,), Policy(max_in_flight=2)),
+    "by layer": Shape(8, (0,), (4,), (2,), max_in_flight=2),
+    "two layers": Shape(4, (0, 0), (4,), (1,), max_in_flight=2),
     "preempted twice": Shape(4, (0,), (4,), (1,)),
-    "by chunk": Shape(8, (0, 0), (4,), (2,), Policy("chunk")),
+    "by chunk": Shape(8, (0, 0), (4,), (2,), PushMode.CHUNK),
     "a hit on D": Shape(8, (0, 0), (4,), (1,)),
     "nothing wanted": Shape(8, (0,), (4,), (0,)),
-    "two groups": Shape(8, (0, 1), (4, 8), (2, 1), Policy(max_in_flight=1)),
+    "two groups": Shape(8, (0, 1), (4, 8), (2, 1), max_in_flight=1),
     "a sliding window": Shape(8, (0,), (4,), (2,), nulls=(1, 0, 0)),
-    "beside another connector": Shape(8, (0,), (4,), (1,), Policy(max_in_flight=1), provisional=True),
+    "beside another connector": Shape(8, (0,), (4,), (1,), max_in_flight=1, provisional=True),
     "beside another connector, nothing wanted": Shape(4, (0,), (4,), (0,), provisional=True),
     "beside another connector, preempted": Shape(4, (0,), (4,), (1,), provisional=True),
-    "beside another connector, only watched": Shape(4, (0,), (4,), (1,), Policy("request"), provisional=True),
-    "only watched": Shape(8, (0, 0), (4,), (2,), Policy("request")),
+    "beside another connector, only watched": Shape(4, (0,), (4,), (1,), PushMode.WHOLE, provisional=True),
+    "only watched": Shape(8, (0, 0), (4,), (2,), PushMode.WHOLE),
 }
 
 PREEMPTIONS = {
@@ -41,7 +41,7 @@ PREEMPTIONS = {
 }
 REWINDS = 1
 PRECAUTIONS: set[Triple] = {
-    (State.DELEGATED, push_protocol.Aborted, State.CLOSED),
+    (State.WHOLE, push_protocol.Aborted, State.CLOSED),
     (State.WRITING_WHOLE, push_protocol.Aborted, State.DRAINING),
 }
 """Transitions that no order of events causes: a finished request is not aborted. They stay, because an abort frees

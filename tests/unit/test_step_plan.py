@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerpush.core.push_mode import PushMode
 from layerpush.core.step_plan import Alignment, ChunkPlan, GroupSlice, PromptProgress
 from tests.unit.builders import blocks_of, chunks_of, table_of, upstream_pairs
 
@@ -95,7 +96,7 @@ def test_epochs_and_indices_count(prompt: Prompt) -> None:
 
 
 @given(prompts(), st.data())
-def test_blocks_have_the_targets_of_a_whole_request_push(prompt: Prompt, data: st.DataObject) -> None:
+def test_blocks_have_the_targets_of_a_whole_push(prompt: Prompt, data: st.DataObject) -> None:
     chunks = played(prompt)[-1]
     for group, table in enumerate(prompt.epochs[-1].tables):
         total = chunks[0].groups[group].total
@@ -188,7 +189,7 @@ def test_a_chunk_is_marked_if_its_request_does_not_stream() -> None:
 
 
 def test_every_chunk_has_the_mode_of_its_request() -> None:
-    plain, chosen = PromptProgress("p-1", (16,)), PromptProgress("p-2", (16,), mode="chunk")
+    plain, chosen = PromptProgress("p-1", (16,)), PromptProgress("p-2", (16,), mode=PushMode.CHUNK)
     assert [part.mode for part in (plain.advance(0, 32, 64, [[1, 2]]),) if part] == [None]
     chunks = [chosen.advance(start, 32, 64, [[1, 2, 3, 4]]) for start in (0, 32)]
     assert [part.mode for part in chunks if part] == ["chunk", "chunk"]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_mode import PushMode
 from layerpush.core.step_plan import StepPlan
 from layerpush.prefill.layer_interval import FENCE_POLL_S, LONGEST_S, LayerInterval
 from layerpush.prefill.pushes import WRITE_POLL_S
@@ -17,7 +17,6 @@ from layerpush.transport.link_speed import LinkSpeed, Terms
 from tests.unit.writer_rig import BLOCK_SIZE, Prompt, Rig
 
 LAYERS, TOKENS = 12, 22
-SCHEDULED = Policy("auto")
 
 
 def rig_with(layer_s: float | None, byte_s: float | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Rig, Prompt]:
@@ -27,7 +26,7 @@ def rig_with(layer_s: float | None, byte_s: float | None, monkeypatch: pytest.Mo
     monkeypatch.setattr(LinkSpeed, "line", (0.0, byte_s or 0.0))
     monkeypatch.setattr(LinkSpeed, "proven_bytes", math.inf)
     monkeypatch.setattr(LinkSpeed, "slowdown", lambda *_: 1.0)
-    return Rig(layers=LAYERS, policy=SCHEDULED), Prompt("p-1", TOKENS, list(range(1, 9)), "auto")
+    return Rig(layers=LAYERS, mode=PushMode.AUTO), Prompt("p-1", TOKENS, list(range(1, 9)), PushMode.AUTO)
 
 
 def written(rig: Rig) -> list[tuple[int, int]]:
@@ -84,7 +83,7 @@ def test_layers_are_posted_before_their_write_exceeds_its_estimate(monkeypatch: 
 def test_each_prompt_of_a_step_has_a_write_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, prompt = rig_with(1.0, 1e-9, monkeypatch)
     monkeypatch.setattr(LinkSpeed, "line", (2.0, 1e-9))
-    other = Prompt("p-2", TOKENS, list(range(20, 28)), "auto")
+    other = Prompt("p-2", TOKENS, list(range(20, 28)), PushMode.AUTO)
     for each in (prompt, other):
         rig.registers(each)
     rig.step((prompt, TOKENS), (other, TOKENS), between=rig.settle)
@@ -216,7 +215,7 @@ def test_the_writer_polls_for_registrations_while_other_layers_wait(
         rig.settle()
         waits.append(rig.writer.awaits_message)
 
-    rig.step((prompt, TOKENS), (Prompt("p-2", TOKENS, list(range(20, 28)), "auto"), TOKENS), between=between)
+    rig.step((prompt, TOKENS), (Prompt("p-2", TOKENS, list(range(20, 28)), PushMode.AUTO), TOKENS), between=between)
     assert all(waits)
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from layerpush.core.config import PushMode
 from layerpush.core.layout import CacheLayout, LayerSlots
-from layerpush.core.push_policy import SHORT_PROMPT, Policy
+from layerpush.core.push_mode import SHORT_PROMPT, PushMode
 from layerpush.core.step_plan import StepPlan
 from layerpush.prefill.layer_interval import LONGEST_S
 from layerpush.prefill.push import Identity, Push
@@ -180,14 +179,14 @@ def test_layers_that_call_no_hook_are_logged_once(
 
 
 @pytest.mark.parametrize(
-    ("hooked", "tokens", "policy"),
-    [((0, 1, 2), LONG, Policy()), ((), 22, Policy()), ((), LONG, Policy("chunk"))],
+    ("hooked", "tokens", "mode"),
+    [((0, 1, 2), LONG, PushMode.LAYER), ((), 22, PushMode.LAYER), ((), LONG, PushMode.CHUNK)],
     ids=["all hooked", "as few tokens as in a graph", "by chunk"],
 )
 def test_expected_sweeps_are_not_logged(
-    hooked: tuple[int, ...], tokens: int, policy: Policy, caplog: pytest.LogCaptureFixture
+    hooked: tuple[int, ...], tokens: int, mode: PushMode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig, prompt = Rig(policy=policy), Prompt("p-1", tokens, list(range(1, 1 + -(-tokens // 4))))
+    rig, prompt = Rig(mode=mode), Prompt("p-1", tokens, list(range(1, 1 + -(-tokens // 4))))
     rig.step((prompt, tokens), hooked=hooked)
     assert rig.writer._pushes["p-1"].record.swept_layers == 3 - len(hooked)
     assert "called no hook" not in caplog.text
@@ -210,7 +209,7 @@ def test_layers_with_a_state_have_no_hook_to_call(caplog: pytest.LogCaptureFixtu
     assert "1 of 1 layers of model m" in caplog.text
 
 
-@pytest.mark.parametrize("mode", ["auto", "layer", "chunk"])
+@pytest.mark.parametrize("mode", [PushMode.AUTO, PushMode.LAYER, PushMode.CHUNK])
 def test_a_cached_prefix_goes_before_the_first_layer(mode: PushMode) -> None:
     rig, prompt = Rig(), Prompt("p-1", TOKENS, list(range(1, 9)), mode)
     wanted = rig.registers(prompt)
@@ -235,12 +234,12 @@ def test_a_registration_after_prefill_gets_a_whole_push() -> None:
     decoder = rig.decoder()
     rig.step((prompt, TOKENS))
     rig.finish(prompt)
-    assert rig.host.delegated == {}
+    assert rig.host.whole == {}
     assert rig.writer.waiting() == ["p-1"]
     assert not rig.writer.writes_in_flight("p-1")
     wanted = rig.asks(prompt, decoder)
     rig.writer.register("p-1", wanted)
-    assert rig.host.delegated == {"p-1": wanted}
+    assert rig.host.whole == {"p-1": wanted}
     assert rig.writer.waiting() == []
     assert rig.writer.writes_in_flight("p-1")
     assert rig.writer.engines_in_flight == {"D"}
@@ -273,12 +272,12 @@ def test_an_incompatible_decode_engine_gets_the_whole_request() -> None:
 UNABLE = "the KV cache is staged in a host buffer"
 
 
-@pytest.mark.parametrize("configured", ["auto", "layer", "chunk", "request"])
+@pytest.mark.parametrize("configured", PushMode)
 def test_requests_choose_their_push_mode(configured: PushMode) -> None:
     """The engine's mode is for other requests; the record, its counters and the WRITEs follow the request's own."""
-    rig = Rig(policy=Policy(configured))
+    rig = Rig(mode=configured)
     decoder = rig.decoder()
-    chosen: dict[str, PushMode | None] = {"r-0": None, "r-1": "request", "r-2": "chunk", "r-3": "layer", "r-4": "auto"}
+    chosen: dict[str, PushMode | None] = dict(zip(("r-0", "r-1", "r-2", "r-3", "r-4"), (None, *PushMode), strict=True))
     modes = [mode or configured for mode in chosen.values()]
     for number, (name, mode) in enumerate(chosen.items()):
         prompt = Prompt(name, TOKENS, list(range(1 + 8 * number, 9 + 8 * number)), mode, streams=mode != "request")
@@ -302,7 +301,7 @@ def test_requests_choose_their_push_mode(configured: PushMode) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "fallback"), [("auto", UNABLE), ("layer", UNABLE), ("chunk", UNABLE), ("request", None)]
+    ("mode", "fallback"), [(mode, None if mode is PushMode.WHOLE else UNABLE) for mode in PushMode]
 )
 def test_an_engine_unable_to_push_by_layer_records_the_fallback(mode: PushMode, fallback: str | None) -> None:
     rig = Rig(engine=Identity("P", 0, UNABLE))
@@ -317,7 +316,9 @@ def test_an_engine_unable_to_push_by_layer_records_the_fallback(mode: PushMode, 
     rig.assert_clean()
 
 
-@pytest.mark.parametrize(("mode", "fallback"), [(None, SHORT_PROMPT), ("layer", SHORT_PROMPT), ("request", None)])
+@pytest.mark.parametrize(
+    ("mode", "fallback"), [(None, SHORT_PROMPT), (PushMode.LAYER, SHORT_PROMPT), (PushMode.WHOLE, None)]
+)
 def test_a_short_prompt_is_pushed_whole_in_every_mode(mode: PushMode | None, fallback: str | None) -> None:
     rig = Rig()
     prompt, decoder = Prompt("p-1", TOKENS, list(range(1, 9)), mode, streams=False), rig.decoder()
@@ -329,9 +330,9 @@ def test_a_short_prompt_is_pushed_whole_in_every_mode(mode: PushMode | None, fal
     rig.assert_clean()
 
 
-@pytest.mark.parametrize(("mode", "by_layer"), [("auto", True), ("layer", True), ("chunk", False), ("request", False)])
+@pytest.mark.parametrize(("mode", "by_layer"), list(zip(PushMode, [True, True, False, False], strict=True)))
 def test_the_layer_poll_interval_follows_the_modes_of_the_step(mode: PushMode, by_layer: bool) -> None:
-    rig = Rig(policy=Policy("chunk" if by_layer else "layer"))
+    rig = Rig(mode=PushMode.CHUNK if by_layer else PushMode.LAYER)
     rig.step((prompt_of(), 9))
     prompt = Prompt("p-2", TOKENS, list(range(20, 28)), mode)
     rig.capture.arm(StepPlan((prompt.chunk(9),)))
@@ -341,7 +342,7 @@ def test_the_layer_poll_interval_follows_the_modes_of_the_step(mode: PushMode, b
 
 
 def test_the_record_has_all_times_writes_and_counters() -> None:
-    rig, prompt = Rig(policy=Policy("chunk")), prompt_of()
+    rig, prompt = Rig(mode=PushMode.CHUNK), prompt_of()
     rig.registers(prompt)
     rig.step((prompt, 9))
     rig.step((prompt, 13))

@@ -318,7 +318,7 @@ def test_a_cancel_during_upstreams_write_waits_for_its_end() -> None:
     assert rig.writer.writes_in_flight("p-1")
     assert not rig.writer.cancel("p-1", KEY)
     assert (rig.host.failures, rig.host.released) == ([], [])
-    wanted: Any = rig.host.delegated["p-1"]
+    wanted: Any = rig.host.whole["p-1"]
     rig.writer.push_deferred("p-1", (prompt.blocks,), wanted)
     assert len(rig.fabric.writes) == 1, "a handshake that was begun before may end now"
     rig.settle()
@@ -331,7 +331,7 @@ def test_a_cancel_before_upstreams_handshake_prevents_the_write() -> None:
     rig, prompt = registered()
     rig.host.posts_whole = False
     rig.finish(prompt)
-    assert rig.writer._pushes["p-1"].is_delegated
+    assert rig.writer._pushes["p-1"].is_whole
     assert not rig.writer.cancel("p-1", KEY)
     rig.host.connecting["p-1"](None, 0.0)
     rig.settle()
@@ -361,7 +361,7 @@ def test_the_loss_of_a_peer_is_reported_before_its_whole_push_drains(end: str) -
     """A drained failure goes over the connection, unless this is known to be lost."""
     rig, prompt = registered(Faults(hold_writes={0: 5}), write_timeout_s=0.0 if "overdue" in end else 60.0)
     rig.finish(prompt)
-    wanted = rig.host.delegated["p-1"]
+    wanted = rig.host.whole["p-1"]
     if "fails" in end:
         rig.writer.fail("p-1", "no route to rank 1")
     if "cancelled" in end:

@@ -216,7 +216,7 @@ def test_a_finish_after_the_end_of_its_lease_starts_no_push() -> None:
     rig.capture.finish("p-1", (prompt.blocks,))
     rig.expire(prompt)
     rig.settle()
-    assert rig.host.delegated == {}
+    assert rig.host.whole == {}
     assert rig.host.released == []
     rig.assert_clean()
 

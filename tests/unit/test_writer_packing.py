@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from layerpush.core.push_mode import PushMode
 from layerpush.core.wire import Registration
 from layerpush.telemetry.trace_records import PushRecord
 from layerpush.transport.base import DescriptorIds, Route, TransportError, WriteHandle
@@ -74,7 +75,7 @@ def test_a_trial_teaches_the_writer_to_gather(monkeypatch: pytest.MonkeyPatch) -
     with_slow_posts(rig, monkeypatch)
     plans: list[str] = []
     for number in range(4):
-        prompt = Prompt(f"p-{number}", TOKENS, [5, 1, 8, 3, 12, 10], "layer")
+        prompt = Prompt(f"p-{number}", TOKENS, [5, 1, 8, 3, 12, 10], PushMode.LAYER)
         wanted = rig.registers(prompt)
         rig.step((prompt, TOKENS), between=rig.settle)
         rig.finish(prompt)

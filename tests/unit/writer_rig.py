@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from layerpush.core.config import PushMode
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_mode import PushMode
 from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
 from layerpush.core.wire import Registration
 from layerpush.prefill.push import BlockIds, Identity
@@ -174,7 +173,7 @@ class ScriptedHost:
         self.rig = rig
         self.links: dict[str, list[Link | Exception | str | None]] = {}
         self.pending: dict[str, Registration] = {}
-        self.delegated: dict[str, Registration] = {}
+        self.whole: dict[str, Registration] = {}
         self.handshakes_end_at_once = False
         """Whether a handshake that a push has begun ends before it returns."""
         self.posts_whole = True
@@ -207,8 +206,8 @@ class ScriptedHost:
     def connect(self, registration: Registration, then: Then) -> None:
         request_id = registration.request_id.removeprefix("d-")
         self.connecting[request_id] = then
-        if self.rig.writer._pushes[request_id].is_delegated:
-            self.delegated[request_id] = registration
+        if self.rig.writer._pushes[request_id].is_whole:
+            self.whole[request_id] = registration
             ends = self.posts_whole
         else:
             ends = self.handshakes_end_at_once
@@ -301,7 +300,7 @@ class Rig:
         self,
         faults: Faults | None = None,
         layers: int = 3,
-        policy: Policy | None = None,
+        mode: PushMode = PushMode.LAYER,
         seed: int = 0,
         write_timeout_s: float = math.inf,
         meter: PushMeter | None = None,
@@ -322,7 +321,7 @@ class Rig:
         self.writer = Pushes(
             engine or Identity("P", 0),
             self.layout,
-            policy or Policy(),
+            mode,
             Writes(self.p, self.layout, None if strategy is None else strategy(self), write_timeout_s),
             self.capture,
             host,

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from layerpush.apps.tracing.folder import Source
+from layerpush.core.push_mode import PushMode
 from layerpush.telemetry.trace_records import LoadRecord, PushRecord
 
 Join = tuple[str | None, str | None]
@@ -148,10 +149,10 @@ def _clock_of(engine_id: str, sources: list[Source]) -> str | None:
 
 
 def sent_after(push: PushRecord) -> float | None:
-    """A lower bound of the completion's send time in seconds. In request mode the last WRITE carries the completion."""
+    """A lower bound of the completion's send time in seconds. In a whole push the last WRITE carries the completion."""
     if push.outcome != "completed":
         return None
-    if push.mode == "request":
+    if push.mode == PushMode.WHOLE:
         return max((write.t_post for write in push.writes), default=None)
     return push.t_last_landed
 

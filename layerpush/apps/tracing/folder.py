@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from layerpush.apps.tracing.progress import Advance, silent
+from layerpush.core.push_mode import PushMode
 from layerpush.telemetry.trace_records import (
     SCHEDULER_RANK,
     DropRecord,
@@ -128,7 +129,7 @@ def _take(sources: list[Source], line: bytes, outlines: bool) -> None:
 
 def _outline(push: PushRecord) -> PushRecord:
     push.ready = []
-    if push.mode != "request":  # there the WRITEs give the time of the completion
+    if push.mode != PushMode.WHOLE:  # there the WRITEs give the time of the completion
         push.writes = []
     return push
 

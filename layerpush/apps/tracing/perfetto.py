@@ -24,6 +24,7 @@ from layerpush.apps.tracing.intervals import Computed, compute_intervals, lanes,
 from layerpush.apps.tracing.progress import Advance, silent
 from layerpush.apps.tracing.report import notes
 from layerpush.apps.tracing.requests import RequestTrace, TraceSet, times
+from layerpush.core.push_mode import PushMode
 from layerpush.telemetry.trace_records import SCHEDULER_RANK, LoadRecord, PushRecord
 
 TraceEvent = dict[str, Any]
@@ -231,7 +232,7 @@ def _writes(request: RequestTrace, push: PushRecord) -> list[Slice]:
     slices = []
     for write in push.writes:
         first, last = write.layers
-        unit = "regions" if push.mode == "request" else "layers"
+        unit = "regions" if push.mode == PushMode.WHOLE else "layers"
         args = {
             "request": request.name,
             "remote_rank": write.remote_rank,

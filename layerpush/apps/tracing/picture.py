@@ -11,6 +11,7 @@ from layerpush.apps.tracing.breakdown import PARTS, break_down
 from layerpush.apps.tracing.figures import completed_times
 from layerpush.apps.tracing.intervals import compute_intervals, phases, token_phases
 from layerpush.apps.tracing.requests import RequestTrace
+from layerpush.core.push_mode import PushMode
 from layerpush.telemetry.trace_records import FirstTokenRecord, LoadRecord, PushRecord
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def _draw_push(axes: Axes, push: PushRecord, zero: float) -> None:
         axes.barh(layer - 0.22, width, left=left, height=0.44, color=COMPUTE_COLOURS[chunk % 2])
         rows = max(rows, layer + 1)
     for write in push.writes:
-        first, last = write.layers if push.mode != "request" else (0, rows - 1)  # a whole WRITE records regions
+        first, last = write.layers if push.mode != PushMode.WHOLE else (0, rows - 1)  # a whole WRITE records regions
         rows = max(rows, last + 1)
         end, colour = (write.t_posted, LOST_COLOUR) if write.t_landed is None else (write.t_landed, WRITE_COLOUR)
         left, width = 1e3 * (write.t_post - zero), 1e3 * (end - write.t_post)

@@ -41,6 +41,7 @@ from layerpush.core.load_news import (
     LoadUnregistered,
 )
 from layerpush.core.postponed_loads import PostponedLoads
+from layerpush.core.push_mode import PushMode
 from layerpush.core.request_names import Arrived
 from layerpush.core.request_params import chosen_mode, is_pushed, transfer_id
 from layerpush.core.step_plan import PromptProgress, StepPlan
@@ -227,7 +228,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             return
         chosen = chosen_mode(request.kv_transfer_params)
         long_enough = request.num_prompt_tokens >= self._config.layerwise_min_tokens
-        streams = self._can_stream and long_enough and (chosen or self._config.mode) != "request"
+        streams = self._can_stream and long_enough and (chosen or self._config.mode) is not PushMode.WHOLE
         watched = self._can_stream and self._config.trace_dir is not None
         if streams or watched or chosen is not None:
             progress = PromptProgress(request.request_id, self._kinds.block_sizes, streams, chosen)

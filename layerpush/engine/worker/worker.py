@@ -46,7 +46,6 @@ from layerpush.compat.worker_report import (
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.core.liveness import PeerWatch, Verdict
-from layerpush.core.push_policy import Policy
 from layerpush.core.request_names import Arrived
 from layerpush.core.wire import Registration, WireError
 from layerpush.decode.loads import Loads
@@ -162,7 +161,7 @@ class LayerwisePushWorker(VllmPushWorker):
         self.pushes = Pushes(
             self._identity(fallback),
             layout,
-            Policy(config.mode),
+            config.mode,
             Writes(self.transport, layout, packing.strategy, config.write_timeout_s),
             self.step_events,
             self.links,
@@ -339,7 +338,7 @@ class LayerwisePushWorker(VllmPushWorker):
         return self._packing.with_gathering(super().discover_link(engine_id))
 
     def whole_write_posted(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_id: str) -> None:
-        """Upstream has posted a WRITE of a whole request: its push watches it."""
+        """vLLM has posted a WRITE of a whole request: its push watches it."""
         self.pushes.adopt(request_id, transfer, decode_engine_id, decode_id)
 
     # Writer thread: D's side.

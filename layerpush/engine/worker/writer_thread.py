@@ -9,7 +9,7 @@ Other threads leave work in queues. The writer is the only reader of each, and e
 - tasks, from any thread: registrations that D sends, news of the scheduler, heartbeats, handshakes that are over,
   answers of the side-channel probe. First in, first out: a request's registration comes before its cancellation.
 - ended requests, from the main thread: P's requests that were sent, or whose lease is over.
-- deferred pushes, from the handshake executor: vLLM's whole-request pushes whose handshake is over.
+- deferred pushes, from the handshake executor: vLLM's whole pushes whose handshake is over.
 - notifications, from NIXL: ``Inbox`` hands each to P's or D's side.
 - step events, from the main thread: steps, layers, finished requests, revoked blocks. New requests are queued before
   their first step, and ``Claims`` takes them before it looks for a request.

@@ -88,7 +88,7 @@ FALLBACKS = Metric(
     "fallbacks",
     Kind.COUNTER,
     Side.PREFILL,
-    "Whole-request pushes while `layerwise` is on, by reason; with any outcome.",
+    "Whole pushes while `layerwise` is on, by reason; with any outcome.",
     "reason",
     {
         "engine": "P cannot separate its KV cache by layer; P logs the reason at start",

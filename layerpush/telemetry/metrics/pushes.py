@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerpush.core.push_policy import LATE_REGISTRATION, SHORT_PROMPT
+from layerpush.core.push_mode import LATE_REGISTRATION, SHORT_PROMPT, PushMode
 from layerpush.telemetry.metrics.catalog import (
     EXPOSED,
     FAILED_WRITES,
@@ -66,7 +66,7 @@ class PushMeter:
             return "unclaimed"
         if push.outcome != "completed":
             return push.outcome
-        if push.mode != "request":
+        if push.mode != PushMode.WHOLE:
             return "layerwise"
         if push.fallback is None:
             return "whole"

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from layerpush.core.first_token import Sampled
-from layerpush.core.push_policy import Policy
 from layerpush.core.request_names import Arrived
 from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
 from tests.unit.both_sides.prefill_rank import PrefillRank, descriptor_ids
@@ -50,14 +49,14 @@ class Request:
 
 
 class PrefillEngine:
-    def __init__(self, world: World, engine_id: str, size: int, policy: Policy) -> None:
+    def __init__(self, world: World, engine_id: str, size: int) -> None:
         self.world, self.engine_id, self.size = world, engine_id, size
         self.frozen = False
         self.pool = Pool(world.prefill_blocks)
         self.requests: dict[str, Request] = {}
         self.step: tuple[Request, ChunkPlan] | None = None
         self.layers_left: list[int] = []
-        self.ranks = [PrefillRank(world, self, rank, policy) for rank in range(size)]
+        self.ranks = [PrefillRank(world, self, rank) for rank in range(size)]
 
     @property
     def processes(self) -> list[PrefillRank]:

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import msgspec
 import numpy as np
 
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_mode import PushMode
 from layerpush.core.wire import (
     Cancel,
     Decline,
@@ -65,7 +65,7 @@ class PrefillRank(Process):
 
     transfer_stats: Any = Mock()
 
-    def __init__(self, world: World, engine: PrefillEngine, rank: int, policy: Policy) -> None:
+    def __init__(self, world: World, engine: PrefillEngine, rank: int) -> None:
         super().__init__(world, engine.engine_id, rank)
         self.engine, self.piece = engine, BLOCK_BYTES // engine.size
         layout = self.layout = layout_of([0] * LAYERS, P_BLOCKS, self.piece)
@@ -87,9 +87,20 @@ class PrefillRank(Process):
         worker: Any = self
         self.links = _Links(worker, self.connections)
         writes = Writes(self.transport, layout, self.strategy)
-        self.writer = Pushes(identity, layout, policy, writes, self.capture, self.links, worker, trace, _Plans(world))
+        self.writer = Pushes(
+            identity,
+            layout,
+            world.mode,
+            writes,
+            self.capture,
+            self.links,
+            worker,
+            trace,
+            _Plans(world),
+            max_in_flight=world.max_in_flight,
+        )
         self.writer.registry = self
-        if policy.mode == "auto":
+        if world.mode is PushMode.AUTO:
             wait_at_random(self.writer, random.Random(rank))
         self.claims = Claims(
             self.writer,

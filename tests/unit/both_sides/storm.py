@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from typing import Any, get_args
+from typing import Any
 
-from layerpush.core.config import PushMode
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_mode import PushMode
 from tests.support.fake_transport import Faults
 from tests.unit.both_sides.full import ROOM
 from tests.unit.both_sides.moves import MOVES
@@ -30,12 +29,12 @@ def stormy(seed: int, packing: dict[str, Any] | None = None, *, ordered: bool = 
     """A world with random faults and packing, except for ``fault_rates`` and ``packing``."""
     draw = random.Random(seed)
     fault_rates = {kind: draw.choice(choices) for kind, choices in FAULT_RATES.items()} | fault_rates
-    policy = Policy(draw.choices(get_args(PushMode), (4, 3, 2, 1))[0], draw.choice([1, 2, 4]))
+    mode, max_in_flight = draw.choices(list(PushMode), (4, 3, 2, 1))[0], draw.choice([1, 2, 4])
     ranks = draw.choice([1, 2])
     packs = Packing.drawn(draw, **packing or {})
     blocks = draw.choice([*3 * [(P_BLOCKS, D_BLOCKS)], ROOM])
     faults = Faults.endless(seed, **fault_rates)
-    return World(faults, seed, 1 if packing else ranks, policy, packs, blocks, ordered=ordered)
+    return World(faults, seed, 1 if packing else ranks, mode, max_in_flight, packs, blocks, ordered=ordered)
 
 
 def storm(seed: int, moves: int = 120, packing: dict[str, Any] | None = None, **fault_rates: Any) -> World:

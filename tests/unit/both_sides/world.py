@@ -11,7 +11,7 @@ import logging
 import random
 from collections import Counter
 
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_mode import MAX_IN_FLIGHT, PushMode
 from layerpush.core.wire import Registration
 from tests.support.fake_transport import FakeFabric, Faults
 from tests.unit.both_sides.decode import DecodeEngine
@@ -43,7 +43,8 @@ class World:
         faults: Faults | None = None,
         seed: int = 0,
         ranks: int = 1,
-        policy: Policy | None = None,
+        mode: PushMode = PushMode.LAYER,
+        max_in_flight: int = MAX_IN_FLIGHT,
         packing: Packing | None = None,
         blocks: tuple[int, int] = (P_BLOCKS, D_BLOCKS),
         *,
@@ -51,7 +52,7 @@ class World:
     ) -> None:
         self.prefill_blocks, self.decode_blocks = blocks
         self.fabric = FakeFabric(faults, seed, ordered=ordered)
-        self.ranks, self.policy = ranks, policy or Policy()
+        self.ranks, self.mode, self.max_in_flight = ranks, mode, max_in_flight
         self.packing = packing or Packing()
         self.copies = random.Random(self.packing.seed)
         """Draws the durations and the failures of copies."""
@@ -113,7 +114,7 @@ class World:
 
     def start(self, engine_id: str) -> None:
         if engine_id == "P":
-            self.engines["P"] = PrefillEngine(self, "P", self.ranks, self.policy)
+            self.engines["P"] = PrefillEngine(self, "P", self.ranks)
         else:
             self.engines[engine_id] = DecodeEngine(self, engine_id)
 
