@@ -79,8 +79,9 @@ class Pair:
         for transfer in self._writes.post(whole, replace(self._reach.link, speed=LinkSpeed())):
             self.writer.adopt(request_id, transfer, DECODE, registration.request_id)
 
-    def complete(self, link: Link, registration: Registration) -> None:  # noqa: ARG002
-        self._transport.notify(DECODE, encode_completion(registration.request_id, 1))
+    def complete(self, link: Link, registration: Registration) -> None:
+        for route in link.routes:
+            self._transport.notify(route.agent, encode_completion(registration.request_id, 1))
 
     def lost(self, engine_id: str) -> None:
         self.problems.append(f"the connection to {engine_id} is lost")
@@ -111,7 +112,7 @@ class Pair:
 
     def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:  # noqa: ARG002
         if landed:  # each of D's ranks gets a completion of its own
-            self.complete(self._reach.link, self._whole[request_id])
+            self._transport.notify(DECODE, encode_completion(self._whole[request_id].request_id, 1))
 
     def pushed(self, written: WriteSums, transfer_s: float) -> None:
         """Does nothing: no vLLM counts transfers."""
