@@ -108,12 +108,17 @@ async def router(scratch: Path, api: str, port_of_engines: int) -> AsyncIterator
         process.wait()
 
 
-@pytest.mark.timeout(120)
+@pytest.fixture(scope="module")
+def installed() -> None:
+    subprocess.run([ROOT / "scripts" / "vllm-router"], check=True)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("installed")
 @asynchronous
 async def test_the_router_finds_engines_and_asks_both_at_the_same_time(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    subprocess.run([ROOT / "scripts" / "vllm-router"], check=True)
     network = Network()
     p, d = Stub(network, "prefill", "p0", AT_P), Stub(network, "decode", "d0", AT_D)
     p.port = d.port = free_port()

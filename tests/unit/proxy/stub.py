@@ -85,6 +85,7 @@ class Stub:
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
+        app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
@@ -106,6 +107,10 @@ class Stub:
         await self.stop()
         self.engine_id = engine_id
         await self.start()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        """vLLM's router asks for it."""
+        return web.Response()
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "by": self.engine_id}]})
