@@ -1,6 +1,6 @@
 """Decides when the ready layers of the running step leave for each decode engine, and when it polls their WRITEs.
 
-``core.write_schedule`` has the rule. Its numbers come from here: a layer's time from the steps (``LayerInterval``), a
+``write_schedule`` has the rule. Its numbers come from here: a layer's time from the steps (``LayerInterval``), a
 link's from WRITEs that landed (``LinkSpeed``), bytes from the sessions. All prompts of a step that go to one decode
 engine share its link, so they wait, and leave, together.
 
