@@ -19,6 +19,7 @@ from layerpush.core.prefill_identity import TO_PREFILL, IdentityError, PrefillId
 
 logger = logging.getLogger("layerpush.proxy")
 
+TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
 IDENTITY_S = 5.0
 """So long requests to an engine wait for its identity. A busy one answers later."""
 
@@ -47,12 +48,14 @@ class Introductions:
     async def introduce(self, engine: Engine, decode: Engine, body: RequestBody, headers: Mapping[str, str]) -> None:
         """Ask a prefill engine for its identity, unless it has been asked, and wait for the answer for a while.
 
-        The question has the request's model and its headers. ``decode`` gets the blocks that P computes for it.
+        The question has the request's model and its headers, but is no part of a client's trace. ``decode`` gets the
+        blocks that P computes for it.
         """
         now = asyncio.get_running_loop().time()
         if engine.asked_at is None:
             engine.asked_at = now
-            own = {**headers, "X-Request-Id": f"probe-{uuid.uuid4()}"}
+            own = {name: value for name, value in headers.items() if name.lower() not in TRACE_HEADERS}
+            own["X-Request-Id"] = f"probe-{uuid.uuid4()}"
             self._questions[engine] = asyncio.create_task(self._ask(engine, decode, body.probe(), own))
         question = self._questions[engine]
         await asyncio.wait((question,), timeout=max(0.0, engine.asked_at + IDENTITY_S - now))

@@ -134,12 +134,14 @@ async def test_d_alone_gets_a_request_that_p_cannot_prefill() -> None:
 @asynchronous
 async def test_a_probe_gets_ps_identity_before_the_first_request(path: str) -> None:
     async with world() as here:
-        headers = {"Authorization": "Bearer secret"}
+        headers = {"Authorization": "Bearer secret", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
         replies = await asyncio.gather(*(here.post(path, headers, model="m") for _ in range(3)))
         assert [reply.status for reply in replies] == [200] * 3
         (probe,), (delivered,) = here.p.probes, here.d.probes
         assert probe.path == delivered.path == "/v1/completions"
         assert probe.headers["Authorization"] == delivered.headers["Authorization"] == "Bearer secret"
+        assert "traceparent" not in {*probe.headers, *delivered.headers}, "it is no part of a client's trace"
+        assert all("traceparent" in each.headers for each in here.p.seen + here.d.seen)
         assert probe.request_id == delivered.request_id
         assert (probe.body["model"], probe.body["max_tokens"]) == ("m", 1)
         assert delivered.body["prompt"] == probe.body["prompt"]
