@@ -31,12 +31,10 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
         yield Machine(tmp_path, model_with_tokenizer(tmp_path / "model"), PortAllocator(DOCS_COMMANDS_PORTS), stack)
 
 
-def started_proxy(machine: Machine, command: Block, name: str, at_d: str) -> Server:
-    """A ready proxy. If it asks P for its identity, D has loaded the push of that question."""
-    asks = "--prefill-identity" not in command.text
-    with loads(at_d, int(asks)):
-        proxy = machine.start(command, name)
-        proxy.await_healthy(machine.url("127.0.0.1:8000"))
+def started_proxy(machine: Machine, command: Block, name: str) -> Server:
+    """A proxy that runs. Before its first request it asks P for its identity, and D loads the push of that question."""
+    proxy = machine.start(command, name)
+    proxy.await_healthy(machine.url("127.0.0.1:8000"))
     return proxy
 
 
@@ -62,8 +60,8 @@ def test_the_readme_and_the_contract(machine: Machine) -> None:
         block(PROXY, "layerpush proxy --port 8000"),  # the command's second P does not run
     ]
     for number, command in enumerate(proxies):
-        proxy = started_proxy(machine, command, f"proxy-{number}", at_d)
-        with loads(at_d, 2):
+        proxy = started_proxy(machine, command, f"proxy-{number}")
+        with loads(at_d, 1 + 2):
             assert answer(machine.run(block(QUICKSTART, "curl")))
             assert answer(machine.run(block(PROXY, "curl")))
         proxy.stop()
@@ -78,8 +76,8 @@ def test_the_quickstart_by_hand(machine: Machine) -> None:
     p.await_healthy(machine.url("127.0.0.1:8100"))
     d.await_healthy(machine.url("127.0.0.1:8200"))
     at_d = machine.url("127.0.0.1:8200")
-    started_proxy(machine, block(QUICKSTART, "layerpush proxy --prefill http://127.0.0.1:8100"), "proxy", at_d)
-    with loads(at_d, 1):
+    started_proxy(machine, block(QUICKSTART, "layerpush proxy --prefill http://127.0.0.1:8100"), "proxy")
+    with loads(at_d, 1 + 1):
         assert answer(machine.run(block(QUICKSTART, "curl")))
 
 
@@ -90,8 +88,8 @@ def test_the_deployment(machine: Machine) -> None:
     p.await_healthy(machine.url("10.0.0.1:8000"))
     d.await_healthy(machine.url("10.0.0.2:8000"))
     at_d = machine.url("10.0.0.2:8000")
-    started_proxy(machine, block(DEPLOYMENT, "layerpush proxy --host 0.0.0.0"), "proxy", at_d)
-    with loads(at_d, 1):
+    started_proxy(machine, block(DEPLOYMENT, "layerpush proxy --host 0.0.0.0"), "proxy")
+    with loads(at_d, 1 + 1):
         assert answer(machine.run(block(QUICKSTART, "curl")))
 
 
