@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from layerpush.core.load_news import LoadCleared, LoadParked
 from layerpush.engine import unreported_aborts
 from layerpush.engine.worker.packing import MIN_BYTES
 from layerpush.prefill.pushes import Pushes
@@ -177,11 +178,11 @@ def test_the_scheduler_reports_parked_requests_and_blocks(engine: Build, front_e
     d.decode_from(p, "r-1", TOKENS)
     d.step()
     worker = d.worker.connector_worker
-    worker.parked("r-1")
+    worker._reported.append(LoadParked("r-1", 0))
     worker.failed("r-1")
     until(lambda: d.step() and scraped(front_end, d).value("parked_requests") == 1)
     assert scraped(front_end).value("parked_blocks") == 7
-    worker.cleared("r-1")
+    worker._reported.append(LoadCleared("r-1", 0))
     until(lambda: d.step() and scraped(front_end, d).value("parked_blocks") == 0)
     assert scraped(front_end).value("parked_requests") == 0
 

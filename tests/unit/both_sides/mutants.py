@@ -102,8 +102,8 @@ def one_completion_is_enough(patch: Patch) -> None:
 @mutant(hold_writes=0.8)
 def patience_frees_the_blocks(patch: Patch) -> None:
     """The blocks are given back instead of parked."""
-    patch.setattr("tests.unit.both_sides.decode.DecodeEngine.parked", lambda self, request_id: None)
-    patch.setattr("tests.unit.both_sides.decode.DecodeEngine.cleared", lambda self, request_id: None)
+    patch.setattr("tests.unit.both_sides.decode.DecodeEngine._parked", lambda self, request_id: None)
+    patch.setattr("tests.unit.both_sides.decode.DecodeEngine._cleared", lambda self, request_id: None)
 
 
 @mutant(drop=0.2)
