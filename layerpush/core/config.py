@@ -18,7 +18,7 @@ CONNECTOR_NAME = "LayerwisePushConnector"
 MAX_STAGING_BYTES = 1 << 30
 
 # Keys of kv_connector_extra_config that vLLM 0.32's NIXL connectors read: passed through, not checked.
-VLLM_KEYS = frozenset(
+OTHER_KEYS = frozenset(
     {
         "backends",
         "bidirectional_kv_xfer",
@@ -140,8 +140,8 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         for key in extra:
             if key in REMOVED_KEYS:
                 raise ConfigError(f"kv_connector_extra_config: {key!r} is gone: {REMOVED_KEYS[key]}")
-            if key not in known and key not in VLLM_KEYS:
-                raise ConfigError(_unknown_key(key, [*known, *VLLM_KEYS]))
+            if key not in known and key not in OTHER_KEYS:
+                raise ConfigError(_unknown_key(key, [*known, *OTHER_KEYS]))
         own = {key: _converted(key, value, known[key]) for key, value in extra.items() if key in known}
         for entry in own.get("allowed_hosts") or ():
             try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.core.config import VLLM_KEYS, ConfigError, LayerPushConfig
+from layerpush.core.config import OTHER_KEYS, ConfigError, LayerPushConfig
 from scripts.docgen import options
 from tests.quotes import package
 
@@ -56,7 +56,7 @@ def test_an_empty_list_of_hosts_differs_from_no_list() -> None:
 
 
 def test_vllms_own_keys_pass_with_any_value() -> None:
-    extra = dict.fromkeys(VLLM_KEYS, object())
+    extra = dict.fromkeys(OTHER_KEYS, object())
     assert LayerPushConfig.from_extra_config(extra) == LayerPushConfig()
 
 
@@ -164,7 +164,7 @@ def test_an_unknown_key_without_a_close_match_is_refused_with_the_list() -> None
     with pytest.raises(ConfigError) as refusal:
         LayerPushConfig.from_extra_config({"colour": "red"})
     assert "did you mean" not in str(refusal.value)
-    assert all(key in str(refusal.value) for key in OWN_KEYS | VLLM_KEYS)
+    assert all(key in str(refusal.value) for key in OWN_KEYS | OTHER_KEYS)
 
 
 def test_documentation_covers_every_key() -> None:
@@ -180,7 +180,7 @@ def test_upstream_keys_match_the_keys_of_vllms_nixl_connectors() -> None:
     """A missing key would make us refuse an option of vLLM's."""
     folder = package("vllm") / "distributed/kv_transfer/kv_connector/v1/nixl"
     read = {key for file in folder.glob("*.py") for key in _keys_read(file)}
-    assert read == VLLM_KEYS
+    assert read == OTHER_KEYS
 
 
 def _keys_read(file: Path) -> set[str]:
