@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlPromMetrics
@@ -81,11 +82,16 @@ class LayerPushPromMetrics(NixlPromMetrics):
 
 
 def prometheus_add(histogram: Any, buckets: Buckets) -> None:
-    """Observe the mean of each bucket as often as the bucket counts: so the histogram's counts and its sum are right.
+    """Observe values that have the count and the sum of each bucket. Whole numbers are observed for a whole sum, as
+    large as each other but for 1: floats would not add up to it, and a sum of bytes must be right to the byte.
 
     prometheus_client has no public call for several observations. One takes a few microseconds.
     """
+    bounds = [-math.inf, *buckets.bounds, math.inf]
     for index, (count, total) in enumerate(zip(buckets.counts, buckets.sums, strict=True)):
-        for _ in range(count):
-            mean = total / count
-            histogram.observe(min(mean, buckets.bounds[index]) if index < len(buckets.bounds) else mean)
+        rest = float(total)
+        for left in range(count, 0, -1):
+            value = rest // left if rest.is_integer() and rest // left > bounds[index] else rest / left
+            value = min(value, bounds[index + 1])
+            histogram.observe(value)
+            rest -= value

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -290,6 +292,18 @@ def test_a_histogram_gets_every_observation() -> None:
     prometheus_add(other, buckets)
     assert other.into.counts == buckets.counts == [3, 1, 2]
     assert other.into.total == pytest.approx(buckets.total)
+
+
+@example([1, 1, 1, 1, 1, 2])  # six times 7 / 6 is more than 7
+@given(st.lists(st.integers(1, 1 << 40), min_size=1, max_size=50))
+def test_a_sum_of_bytes_is_right_to_the_byte(sizes: list[int]) -> None:
+    bounds = (4096.0, float(1 << 20), float(1 << 30))
+    buckets, other = Buckets.empty(bounds), OnlyObserves(bounds)
+    for size in sizes:
+        buckets.observe(size)
+    prometheus_add(other, buckets)
+    assert other.into.counts == buckets.counts
+    assert other.into.total == sum(sizes)
 
 
 SEVERAL = """
