@@ -185,12 +185,13 @@ class Pushes:
         return True
 
     def _begin_step(self, event: StepStarted, at: float) -> None:
-        self._take_revoked()
+        while (void := self._step_events.void_in(event)) is None:
+            self._take_revoked()
         self._current = event.step
         self._step, self._step_layers, self._step_swept = [], set(), []
         self._layer_interval.step_begins()
         for chunk in event.chunks:
-            if self._step_events.is_void(chunk.request_id, event.step):
+            if chunk.request_id in void:
                 continue
             push = self._pushes.get(chunk.request_id)
             if push is None:

@@ -188,6 +188,13 @@ class StepEvents:
         while self._revoked:
             yield self._revoked.popleft()
 
+    def void_in(self, started: StepStarted) -> set[str] | None:
+        """The requests whose blocks in a step are void; None: take the revocations first. Writer thread."""
+        with self._void_lock:
+            if self._revoked:
+                return None
+            return {chunk.request_id for chunk in started.chunks if self.is_void(chunk.request_id, started.step)}
+
     def is_void(self, request_id: str, step: int) -> bool:
         """Whether the blocks that ``step`` worked on have been taken from the request since. Any thread."""
         return self._void.get(request_id, 0) > step

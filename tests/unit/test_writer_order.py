@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import pytest
 
-from layerpush.core.step_plan import StepPlan
+from layerpush.core.step_plan import ChunkPlan, StepPlan
 from layerpush.prefill.push_protocol import State
 from layerpush.telemetry.metrics.catalog import REWOUND_PUSHES
 from layerpush.telemetry.metrics.pushes import PushMeter
@@ -127,6 +128,33 @@ def test_an_aborted_push_counts_once_before_and_after_its_step(seen: bool) -> No
         rig.writer.turn()
     rig.abort(prompt)
     rig.settle()
+    assert [record.outcome for record in rig.trace.records] == ["cancelled"]
+    assert rig.host.endings == {"p-1": ["aborted"]}
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize("reads", [1, 2, 3])
+def test_an_aborted_push_counts_once_while_its_step_begins(reads: int) -> None:
+    """The main thread aborts the request when the writer has begun to read its chunk."""
+    rig, prompt = rig_of()
+    del rig.host.pending[prompt.name]
+    done: list[str] = []
+
+    class Chunk(ChunkPlan):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "request_id" and armed and not rig.capture._void_lock.locked():
+                done.append(name)
+                if len(done) == reads:
+                    rig.abort(prompt)
+            return super().__getattribute__(name)
+
+    armed = False
+    plan = prompt.chunk(TOKENS)
+    rig.capture.arm(StepPlan((Chunk(*(getattr(plan, each.name) for each in fields(plan))),)))
+    rig.capture.sweep()
+    armed = True
+    rig.settle()
+    assert len(done) >= reads
     assert [record.outcome for record in rig.trace.records] == ["cancelled"]
     assert rig.host.endings == {"p-1": ["aborted"]}
     rig.assert_clean()
