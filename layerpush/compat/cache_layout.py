@@ -75,7 +75,7 @@ def _states(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor],
                 raise LayoutError(f"the state of layer {name} at {start:#x} lies in no registered region")
             slot = first_slot + shared.index(start) * len(parts)
             group = worker.kv_cache_config.transfer_group_index_by_layer[name]
-            layers.append(LayerSlots(name, group, tuple(range(slot, slot + len(parts))), is_state=True))
+            layers.append(LayerSlots(name, group, tuple(range(slot, slot + len(parts))), calls_hook=False))
     return States(tuple(layers), tuple(regions))
 
 

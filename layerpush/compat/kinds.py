@@ -57,6 +57,7 @@ def _state(spec: Any) -> KvKind:
         is_state=True,
         transfer_blocks=partial(clip_ssm_state_blocks, num_spec_blocks=drafts),
         fallback="the Mamba layers have a state for each draft token" if drafts else None,
+        never_gathered="the model has layers with a state",
     )
 
 
@@ -127,6 +128,10 @@ class CacheKinds:
     def fallback(self) -> str | None:
         """The reason why an engine with these caches must push whole requests, or None."""
         return next((kind.fallback for kind in self.transferred if kind.fallback is not None), None)
+
+    def never_gathered(self) -> str | None:
+        """The reason why WRITEs of these caches are never gathered, or None."""
+        return next((kind.never_gathered for kind in self.transferred if kind.never_gathered is not None), None)
 
     def transfer_tables(self, tables: Sequence[list[int]]) -> list[list[int]]:
         """A request's block ids in token order that are transferred, for each transferred group.

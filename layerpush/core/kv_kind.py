@@ -28,7 +28,7 @@ class KvKind:
     ``block_tokens`` is the number of tokens in a block; ``WHOLE_PROMPT`` for a state. ``first_attended`` maps the
     position of a token to the first position that it attends to. ``transfer_blocks`` takes a request's block ids in
     token order and returns those that are transferred. ``fallback`` is the reason why an engine with such a cache
-    pushes whole requests, or None.
+    pushes whole requests, or None; ``never_gathered`` the reason why its WRITEs are never gathered.
     """
 
     block_tokens: int
@@ -36,6 +36,7 @@ class KvKind:
     first_attended: Callable[[int], int] = _from_the_start
     transfer_blocks: Callable[[list[int]], list[int]] = _unchanged
     fallback: str | None = None
+    never_gathered: str | None = None
 
     def blocks_between(self, table: Sequence[int], start: int, end: int) -> Sequence[int]:
         """The blocks of ``table`` that hold tokens ``[start, end)``. A state belongs to every token."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -52,13 +52,15 @@ class LayerCache:
 class LayerSlots:
     """The slots (indices of regions in descriptor order) that hold one layer.
 
-    A block of a layer with a state (Mamba, GDN) is the state after a whole prompt. It has no kernel blocks.
+    One block of the scheduler's tables has ``kernel_blocks`` kernel blocks of it. ``calls_hook``: whether a hook
+    reports the layer as it is computed.
     """
 
     name: str
     group: int
     slots: tuple[int, ...]
-    is_state: bool = False
+    kernel_blocks: int = 1
+    calls_hook: bool = True
 
 
 class States(NamedTuple):
@@ -78,13 +80,10 @@ NO_STATES = States()
 class CacheLayout:
     """Every layer's slots, and this engine's region sizes. Layers are in model order, but those with a state, which are
     ready last, follow all others.
-
-    ``kernel_blocks_per_block`` is the number of kernel blocks in one block of the scheduler's tables.
     """
 
     layers: tuple[LayerSlots, ...]
     regions: tuple[Region, ...]
-    kernel_blocks_per_block: int = 1
 
     @cached_property
     def index_of(self) -> dict[str, int]:
@@ -95,9 +94,7 @@ class CacheLayout:
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of one scheduler block in each layer."""
         return tuple(
-            (1 if layer.is_state else self.kernel_blocks_per_block)
-            * sum(self.regions[slot].block_bytes for slot in layer.slots)
-            for layer in self.layers
+            layer.kernel_blocks * sum(self.regions[slot].block_bytes for slot in layer.slots) for layer in self.layers
         )
 
     @cached_property
@@ -105,20 +102,22 @@ class CacheLayout:
         """Kernel blocks of each region, in descriptor order."""
         return tuple(region.blocks for region in self.regions)
 
-    def expand(self, blocks: tuple[int, ...], *, states: bool = False) -> BlockIds:
-        """Kernel block ids of scheduler blocks, int32 of shape ``(n,)``. If a scheduler block has two kernel blocks,
-        ``[2]`` becomes ``[4, 5]``. Blocks of ``states`` stay as they are.
-        """
-        ids, kernel_blocks = np.asarray(blocks, dtype=np.int32), self.kernel_blocks_per_block
-        if kernel_blocks == 1 or states:
-            return ids
-        return (ids[:, None] * kernel_blocks + np.arange(kernel_blocks, dtype=np.int32)).ravel()
+
+@lru_cache(maxsize=64)
+def kernel_ids(blocks: tuple[int, ...], kernel_blocks: int) -> BlockIds:
+    """Kernel block ids of scheduler blocks, int32 of shape ``(n,)``; do not change it. If a scheduler block has two
+    kernel blocks, ``[2]`` becomes ``[4, 5]``.
+    """
+    ids = np.asarray(blocks, dtype=np.int32)
+    if kernel_blocks == 1:
+        return ids
+    return (ids[:, None] * kernel_blocks + np.arange(kernel_blocks, dtype=np.int32)).ravel()
 
 
 def match_layers(
     caches: Sequence[LayerCache],
     regions: Sequence[Region],
-    kernel_blocks_per_block: int = 1,
+    kernel_blocks: int = 1,
     states: States = NO_STATES,
 ) -> CacheLayout:
     """Find the slots of each layer of attention by address and check them.
@@ -136,20 +135,19 @@ def match_layers(
                 f"layer {cache.name} has pages of {cache.page_bytes} bytes but its regions {list(slots)} "
                 f"hold {held} bytes a block"
             )
-        layers.append(LayerSlots(cache.name, cache.group, slots))
-    layout = CacheLayout((*layers, *states.layers), (*regions, *states.regions), kernel_blocks_per_block)
-    return _checked(layout)
+        layers.append(LayerSlots(cache.name, cache.group, slots, kernel_blocks))
+    return _checked(CacheLayout((*layers, *states.layers), (*regions, *states.regions)), states)
 
 
 def named_layers(
-    names: Sequence[str], groups: Sequence[int], regions: Sequence[Region], kernel_blocks_per_block: int = 1
+    names: Sequence[str], groups: Sequence[int], regions: Sequence[Region], kernel_blocks: int = 1
 ) -> CacheLayout:
     """The layout of an engine that registered one region per named layer, in this order. Raises ``LayoutError``."""
     if not len(names) == len(groups) == len(regions):
         raise LayoutError(f"{len(names)} layer names, {len(groups)} groups and {len(regions)} regions disagree")
     pairs = enumerate(zip(names, groups, strict=True))
-    layers = tuple(LayerSlots(name, group, (slot,)) for slot, (name, group) in pairs)
-    return _checked(CacheLayout(layers, tuple(regions), kernel_blocks_per_block))
+    layers = tuple(LayerSlots(name, group, (slot,), kernel_blocks) for slot, (name, group) in pairs)
+    return _checked(CacheLayout(layers, tuple(regions)))
 
 
 def _slots_of(cache: LayerCache, regions: Sequence[Region], by_base: dict[int, int]) -> tuple[int, ...]:
@@ -163,12 +161,12 @@ def _slots_of(cache: LayerCache, regions: Sequence[Region], by_base: dict[int, i
     return slots
 
 
-def _checked(layout: CacheLayout) -> CacheLayout:
+def _checked(layout: CacheLayout, states: States = NO_STATES) -> CacheLayout:
     if not layout.layers:
         raise LayoutError("no layer has a transferable KV cache")
     covered = {slot for layer in layout.layers for slot in layer.slots}
-    states = {layout.regions[slot].base for layer in layout.layers if layer.is_state for slot in layer.slots}
-    missing = [slot for slot, region in enumerate(layout.regions) if slot not in covered and region.base not in states]
+    shared = {layout.regions[slot].base for layer in states.layers for slot in layer.slots}
+    missing = [slot for slot, region in enumerate(layout.regions) if slot not in covered and region.base not in shared]
     if missing:
         raise LayoutError(f"regions {missing} belong to no known layer")
     return layout

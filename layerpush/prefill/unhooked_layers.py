@@ -23,12 +23,12 @@ class UnhookedLayers:
     def __init__(self, model: str, layout: CacheLayout, captured_tokens: int = 0) -> None:
         self._model = model
         self._captured_tokens = max(captured_tokens, GRAPH_TOKENS)
-        self._names = {index: layer.name for index, layer in enumerate(layout.layers) if not layer.is_state}
+        self._names = {index: layer.name for index, layer in enumerate(layout.layers) if layer.calls_hook}
         self._is_logged = False
 
     def step_ended(self, swept: Sequence[int], tokens: int) -> None:
         """In a step no hook reported the layers ``swept``, indices of the layout. ``tokens`` is the largest number of
-        tokens that the step computed of one prompt that is pushed by layer. Layers with a state have no hook.
+        tokens that the step computed of one prompt that is pushed by layer. Layers that never call one do not count.
         """
         unhooked = [self._names[layer] for layer in swept if layer in self._names]
         if self._is_logged or not unhooked or tokens <= self._captured_tokens:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from layerpush.core.layout import BlockIds, CacheLayout, descriptor_ids, descriptor_offsets
+from layerpush.core.layout import BlockIds, CacheLayout, descriptor_ids, descriptor_offsets, kernel_ids
 from layerpush.core.write import Write
 from layerpush.transport.base import DescriptorIds, Route
 from layerpush.transport.link_speed import LinkSpeed
@@ -48,7 +48,6 @@ class DirectPlanner:
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
-        self._expanded = lru_cache(maxsize=64)(self._expand)
         self._local_offsets = descriptor_offsets(layout.region_blocks)
         self._remote_offsets: dict[tuple[int, ...], NDArray[np.int32]] = {}
 
@@ -63,17 +62,19 @@ class DirectPlanner:
         local, remote = [], []
         for part in write.segments:
             layers = self._layout.layers[part.layers]
-            slots, states = [slot for layer in layers for slot in layer.slots], layers[0].is_state  # of one group
-            source, target = self._expanded(part.source, states), self._expanded(part.target, states)
+            slots, kernel_blocks = [slot for layer in layers for slot in layer.slots], layers[0].kernel_blocks
+            source, target = _expanded(part.source, kernel_blocks), _expanded(part.target, kernel_blocks)
             _check("this engine", source, slots, self._layout.region_blocks)
             _check(f"decode engine {link.engine_id}", target, slots, link.region_blocks)
             local.append(descriptor_ids(self._local_offsets, slots, source.ids))
             remote.append(descriptor_ids(remote_offsets, slots, target.ids))
         return np.concatenate(local), np.concatenate(remote)
 
-    def _expand(self, blocks: tuple[int, ...], states: bool) -> _Blocks:
-        ids = self._layout.expand(blocks, states=states)
-        return _Blocks(ids, int(ids.min(initial=0)), int(ids.max(initial=-1)))
+
+@lru_cache(maxsize=64)
+def _expanded(blocks: tuple[int, ...], kernel_blocks: int) -> _Blocks:
+    ids = kernel_ids(blocks, kernel_blocks)
+    return _Blocks(ids, int(ids.min(initial=0)), int(ids.max(initial=-1)))
 
 
 def _check(where: str, blocks: _Blocks, slots: Sequence[int], region_blocks: Sequence[int]) -> None:

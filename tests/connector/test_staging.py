@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from bench.forward.models import MODELS
 from layerpush.compat.cache_layout import layer_bytes
@@ -80,7 +81,6 @@ class Place:
             vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(is_kv_producer=prefills)),
         )
         self.caches = {name: torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8) for name in ("0", "1")}
-        monkeypatch.setattr(packing, "has_states", lambda _: False)
         monkeypatch.setattr(packing, "layer_bytes", lambda _: BLOCKS * BLOCK_BYTES)
         monkeypatch.setattr(packing, "slot_views", lambda _, caches: list(caches.values()))
         self.staging = WorkerPacking(self.worker, LayerPushConfig(**config))  # type: ignore[arg-type]
@@ -224,7 +224,8 @@ def test_the_ring_is_registered_on_its_own_device(monkeypatch: pytest.MonkeyPatc
 def test_no_staging_memory_without_layerwise_pushes(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(monkeypatch)
     if reason == "states":
-        monkeypatch.setattr(packing, "has_states", lambda _: True)
+        group = SimpleNamespace(kv_cache_spec=MambaSpec(block_size=512, shapes=((4, 4),), dtypes=(torch.float16,)))
+        place.worker.kv_cache_config.transfer_groups.append(group)
     else:
         place.worker.use_host_buffer = True
     place.start()

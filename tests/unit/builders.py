@@ -74,14 +74,12 @@ def upstream_pairs(prefill_blocks: Sequence[int], decode_blocks: Sequence[int]) 
     return list(zip(prefill_blocks[-len(decode_blocks) :], decode_blocks, strict=True))
 
 
-def layout_of(
-    groups: Sequence[int], blocks: int = 64, block_bytes: int = 32, kernel_blocks_per_block: int = 1
-) -> CacheLayout:
+def layout_of(groups: Sequence[int], blocks: int = 64, block_bytes: int = 32, kernel_blocks: int = 1) -> CacheLayout:
     """One region for every layer."""
     span = blocks * block_bytes
     regions = tuple(Region(0x1000 + index * span, block_bytes, blocks) for index in range(len(groups)))
-    layers = tuple(LayerSlots(f"layers.{index}", group, (index,)) for index, group in enumerate(groups))
-    return CacheLayout(layers, regions, kernel_blocks_per_block)
+    layers = tuple(LayerSlots(f"layers.{index}", group, (index,), kernel_blocks) for index, group in enumerate(groups))
+    return CacheLayout(layers, regions)
 
 
 def wait_at_random(writer: Pushes, draw: random.Random) -> None:

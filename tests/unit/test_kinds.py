@@ -72,6 +72,7 @@ def test_a_kind_has_its_blocks_and_its_attention(spec: type[KVCacheSpec]) -> Non
     assert tuple(kind.transfer_blocks([1, 2, 3])) == case.sent
     assert kind.is_state == case.is_state
     assert kind.fallback is None
+    assert (CacheKinds(config_of(case.spec)).never_gathered() is not None) == case.is_state
     assert has_states(config_of(case.spec)) == case.is_state
 
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerpush.core.layout import (
-    CacheLayout,
     LayerCache,
     LayerSlots,
     LayoutError,
@@ -16,6 +15,7 @@ from layerpush.core.layout import (
     States,
     descriptor_ids,
     descriptor_offsets,
+    kernel_ids,
     match_layers,
     named_layers,
 )
@@ -67,16 +67,16 @@ def test_keys_and_values_may_lie_in_two_regions() -> None:
 
 
 def test_a_page_may_be_several_kernel_blocks() -> None:
-    layout = match_layers([cache(0)], own_regions(1), kernel_blocks_per_block=4)
+    layout = match_layers([cache(0)], own_regions(1), kernel_blocks=4)
     assert layout.layer_bytes == (4 * PAGE,)
-    assert layout.expand([2, 0]).tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
+    assert layout.layers[0].kernel_blocks == 4
 
 
 def test_states_come_after_attention_and_share_its_memory() -> None:
     """Two regions: attention and a state share the first, the second holds states only."""
     attention = own_regions(2)
     parts = [Region(region.base + offset, 8, 4) for region in attention for offset in (0, 8)]
-    states = States((LayerSlots("s.0", 1, (2, 3), True), LayerSlots("s.1", 1, (4, 5), True)), tuple(parts))
+    states = States((LayerSlots("s.0", 1, (2, 3)), LayerSlots("s.1", 1, (4, 5))), tuple(parts))
     layout = match_layers([cache(0)], attention, 4, states)
 
     assert [(layer.name, layer.slots) for layer in layout.layers] == [
@@ -86,7 +86,7 @@ def test_states_come_after_attention_and_share_its_memory() -> None:
     ]
     assert layout.layer_bytes == (4 * PAGE, 16, 16)
     assert layout.region_blocks == (BLOCKS, BLOCKS, 4, 4, 4, 4)
-    assert layout.expand((2, 0), states=True).tolist() == [2, 0]
+    assert [layer.kernel_blocks for layer in layout.layers] == [4, 1, 1]
     with pytest.raises(LayoutError, match=r"regions \[1, 4, 5\] belong to no known layer"):
         match_layers([cache(0)], attention, 4, States(states.layers[:1], states.regions))
 
@@ -140,9 +140,8 @@ def test_ids_are_region_major(sizes: list[int], data: st.DataObject) -> None:
 
 
 @given(blocks=st.lists(st.integers(0, 500), max_size=20), per_page=st.integers(1, 5))
-def test_expand_counts_kernel_blocks(blocks: list[int], per_page: int) -> None:
-    layout = CacheLayout((LayerSlots("a", 0, (0,)),), (Region(0, 1, 1),), per_page)
-    expanded = layout.expand(blocks)
+def test_a_block_is_its_kernel_blocks(blocks: list[int], per_page: int) -> None:
+    expanded = kernel_ids(tuple(blocks), per_page)
 
     assert expanded.dtype == np.int32
     assert expanded.tolist() == [block * per_page + part for block in blocks for part in range(per_page)]

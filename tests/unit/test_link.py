@@ -20,11 +20,14 @@ def cases(draw: st.DrawFn) -> tuple[CacheLayout, tuple[int, ...], Write]:
     remote = tuple(draw(st.integers(2, 30)) * per_page for _ in range(slots))
     layers = tuple(
         LayerSlots(
-            f"layers.{index}", 0, tuple(draw(st.lists(st.integers(0, slots - 1), min_size=1, max_size=2, unique=True)))
+            f"layers.{index}",
+            0,
+            tuple(draw(st.lists(st.integers(0, slots - 1), min_size=1, max_size=2, unique=True))),
+            per_page,
         )
         for index in range(draw(st.integers(1, 5)))
     )
-    layout = CacheLayout(layers, tuple(Region(index, 8, count) for index, count in enumerate(local)), per_page)
+    layout = CacheLayout(layers, tuple(Region(index, 8, count) for index, count in enumerate(local)))
     segments = []
     for _ in range(draw(st.integers(1, 3))):
         first = draw(st.integers(0, len(layers) - 1))
@@ -47,9 +50,9 @@ def test_descriptor_pairs_match_a_brute_force_count(case: tuple[CacheLayout, tup
         for layer in layout.layers[part.layers]:
             for slot in layer.slots:
                 for source, target in zip(part.source, part.target, strict=True):
-                    for inner in range(layout.kernel_blocks_per_block):
-                        here = sum(layout.region_blocks[:slot]) + source * layout.kernel_blocks_per_block + inner
-                        there = sum(remote[:slot]) + target * layout.kernel_blocks_per_block + inner
+                    for inner in range(layer.kernel_blocks):
+                        here = sum(layout.region_blocks[:slot]) + source * layer.kernel_blocks + inner
+                        there = sum(remote[:slot]) + target * layer.kernel_blocks + inner
                         expected.append((here, there))
 
     ours, theirs = DirectPlanner(layout).descriptors(write, Link("D", (), remote))
@@ -58,8 +61,8 @@ def test_descriptor_pairs_match_a_brute_force_count(case: tuple[CacheLayout, tup
 
 
 def test_a_state_has_no_kernel_blocks() -> None:
-    layers = (LayerSlots("a", 0, (0,)), LayerSlots("s", 1, (1, 2), is_state=True))
-    layout = CacheLayout(layers, (Region(0, 8, 8), Region(0, 2, 2), Region(2, 6, 2)), 4)
+    layers = (LayerSlots("a", 0, (0,), 4), LayerSlots("s", 1, (1, 2)))
+    layout = CacheLayout(layers, (Region(0, 8, 8), Region(0, 2, 2), Region(2, 6, 2)))
     write = Write(0, 0, 0, 1, (Segment(slice(0, 1), 0, 0, 1, (1,), (0,)), Segment(slice(1, 2), 1, 0, 1, (1,), (2,))))
     ours, theirs = DirectPlanner(layout).descriptors(write, Link("D", (), (12, 3, 3)))
     assert ours.tolist() == [4, 5, 6, 7, 9, 11]

@@ -200,8 +200,8 @@ def test_a_step_that_may_replay_a_graph_does_not_blame_the_model(caplog: pytest.
     assert f"called no hook in a step of {LONG + 4} tokens" in caplog.text
 
 
-def test_layers_with_a_state_have_no_hook_to_call(caplog: pytest.LogCaptureFixture) -> None:
-    layers = (LayerSlots("attention", 0, (0,)), LayerSlots("mamba", 1, (1,), is_state=True))
+def test_a_layer_without_a_hook_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    layers = (LayerSlots("attention", 0, (0,)), LayerSlots("mamba", 1, (1,), calls_hook=False))
     unhooked = UnhookedLayers("m", CacheLayout(layers, ()))
     unhooked.step_ended([1], LONG)
     assert caplog.text == ""

@@ -14,7 +14,7 @@ import torch
 
 from layerpush.compat.cache_layout import layer_bytes, slot_views
 from layerpush.compat.engine_settings import engine_fallback, only_decodes
-from layerpush.compat.kinds import has_states
+from layerpush.compat.kinds import CacheKinds
 from layerpush.compat.links import has_equal_blocks
 from layerpush.compat.rings import own_ring, register_ring, release_ring
 from layerpush.core.config import LayerPushConfig
@@ -69,8 +69,9 @@ class WorkerPacking:
         """
         if self._config.packing == "off" or not self._config.layerwise or only_decodes(self._worker.vllm_config):
             return
-        if has_states(self._worker.kv_cache_config):
-            logger.info("layerpush packs nothing: the model has layers with a state")
+        reason = CacheKinds(self._worker.kv_cache_config).never_gathered()
+        if reason is not None:
+            logger.info("layerpush packs nothing: %s", reason)
             return
         if engine_fallback(self._worker) is not None:
             return  # logged elsewhere: this engine pushes whole requests

@@ -10,12 +10,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
-from layerpush.core.layout import CacheLayout
+from layerpush.core.layout import CacheLayout, kernel_ids
 from layerpush.core.write import Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, Transport, TransportError, WriteState
@@ -94,7 +94,7 @@ class StagedWrite(Transfer):
         gatherer, offset = self.gatherer, self.span
         began_at = time.perf_counter()
         for part in write.segments:
-            blocks = gatherer.expand(part.source)
+            blocks = kernel_ids(part.source, gatherer.layout.layers[part.layers][0].kernel_blocks)
             self.copies.begin(partial(gatherer.staging.gather, part.layers, blocks, offset))
             offset += len(blocks) * len(slots_of(gatherer.layout, part.layers)) * gatherer.block_bytes
         self.begin_s = time.perf_counter() - began_at
@@ -136,7 +136,6 @@ class Gatherer:
         self.layout = layout
         self.staging = staging
         self.block_bytes = block_bytes
-        self.expand = lru_cache(maxsize=64)(layout.expand)
         self._refusal = ""
 
     def gather(self, write: Write, route: Route, remote: DescriptorIds, record: WriteRecord) -> StagedWrite | None:
