@@ -409,7 +409,7 @@ def test_a_completion_waits_for_the_next_step_only_beside_another_connector(engi
     assert [chunk.provisional for chunk in chunks] == [elsewhere] * steps
     assert p.finished == ["r-1"]
     if elsewhere:
-        session = p.pushes._pushes["r-1"].session
+        session = until(lambda: p.pushes._pushes.get("r-1")).session
         until(lambda: session.state is State.UNCONFIRMED)
         d.step()
         assert d.received == []

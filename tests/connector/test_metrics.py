@@ -206,7 +206,10 @@ def test_an_engine_that_falls_idle_reports_an_aborted_push(
     assert scrape.value("active_pushes") == scrape.value("unclaimed_pushes") == 0
 
 
-def test_an_engine_that_falls_idle_reports_an_unclaimed_push(engine: Build, front_end: FrontEnd) -> None:
+def test_an_engine_that_falls_idle_reports_an_unclaimed_push(
+    engine: Build, front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unreported_aborts, "ABORT_REPORT_S", 60.0)
     p = engine("kv_producer", {"kv_lease_duration": 0.2})
     p.prefill("r-1", TOKENS)
     run(p, STEPS)
