@@ -18,7 +18,10 @@ LIVE_LOOKS = 8
 
 
 class BoundedDict(MutableMapping[K, V]):
-    """Keeps the last ``limit`` entries, in at most ``max_bytes`` bytes, and older ones that are still live."""
+    """Keeps the last ``limit`` entries, in at most ``max_bytes`` bytes, and older ones that are still live.
+
+    A cache of ``cachetools`` has one size, so it bounds entries or bytes, but not both. Nor can it keep a live entry.
+    """
 
     def __init__(self, limit: int, max_bytes: int) -> None:
         self._limit = limit

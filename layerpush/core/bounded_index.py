@@ -28,6 +28,9 @@ class BoundedIndex(Generic[V]):
     """Keeps the newest values: at most ``limit`` of them, in at most ``max_bytes`` bytes, each for ``kept_s`` seconds.
 
     To find, to add and to drop a value takes no longer if there are many others with other names.
+
+    ``TTLCache`` of ``cachetools`` bounds entries or bytes, but not both, and finds a value by one name. Beyond its
+    bound it drops the value that was used least recently, not the oldest one.
     """
 
     def __init__(self, limit: int, max_bytes: int, kept_s: float = float("inf")) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Mapping
-from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -42,8 +41,8 @@ class Introductions:
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
-        self._questions: WeakKeyDictionary[Engine, asyncio.Task[None]] = WeakKeyDictionary()
-        self._last_warning: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
+        self._questions: dict[Engine, asyncio.Task[None]] = {}
+        self._last_warning: dict[Engine, str] = {}
 
     async def introduce(self, engine: Engine, decode: Engine, body: RequestBody, headers: Mapping[str, str]) -> None:
         """Ask a prefill engine for its identity, unless it has been asked, and wait for the answer for a while.

@@ -162,17 +162,14 @@ class Engines:
         raise LegFailedError(engine, "ended its answer before the first token", is_lost=True)
 
 
-@contextlib.asynccontextmanager
-async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
-    """The one session. It follows no cookies, and changes no byte of an answer."""
-    async with aiohttp.ClientSession(
+def http_session() -> aiohttp.ClientSession:
+    """The one session. It keeps no cookies, and asks for no compression."""
+    return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_IDLE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         headers={"Accept-Encoding": "identity"},
-        auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
-    ) as session:
-        yield session
+    )
 
 
 @contextlib.contextmanager
@@ -187,10 +184,8 @@ def _failures(engine: Engine, when_late: str) -> Iterator[None]:
 
 def _failure(engine: Engine, error: aiohttp.ClientError | TimeoutError, when_late: str) -> LegFailedError:
     match error:
-        case aiohttp.ConnectionTimeoutError():
-            return LegFailedError(engine, "cannot be connected to in time", 503, is_gone=True)
-        case aiohttp.ClientConnectorError(os_error=cause):
-            return LegFailedError(engine, "cannot be connected to", 503, shortened(str(cause)), is_gone=True)
+        case aiohttp.ConnectionTimeoutError() | aiohttp.ClientConnectorError():
+            return LegFailedError(engine, "cannot be connected to", 503, shortened(str(error)), is_gone=True)
         case TimeoutError():
             return LegFailedError(engine, when_late, 504)
         case _:

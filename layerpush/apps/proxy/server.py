@@ -7,7 +7,7 @@ import contextlib
 import logging
 import resource
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from aiohttp import web
@@ -31,7 +31,6 @@ LINGERING_S = 1.0
 """So long aiohttp reads on when it has refused a body, so that the client sees the answer."""
 DRAIN_S = 300.0
 """After a signal, deadline for the requests that run."""
-POLL_S = 0.05
 PASSED_ON = ("authorization", "traceparent", "tracestate", "baggage", "user-agent")
 """Headers of a client that are passed on to engines. Only the proxy sets X-Request-Id and X-data-parallel-rank."""
 ENDPOINTS = "/v1/completions, /v1/chat/completions, /v1/models, /health"
@@ -53,25 +52,16 @@ async def serving(proxy: Proxy) -> AsyncIterator[None]:
         max_line_size=MAX_LINE_BYTES,
         max_field_size=MAX_LINE_BYTES,
         max_headers=MAX_HEADERS,
-        shutdown_timeout=0.1,
+        shutdown_timeout=DRAIN_S / 2,  # aiohttp waits twice: before and after it gives up the rest of a body
     )
-    try:
+    async with proxy.running(), contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(runner.cleanup)
         await runner.setup()
-        site = web.TCPSite(runner, proxy.settings.host, proxy.settings.port, backlog=2048)
-        await site.start()
+        await web.TCPSite(runner, proxy.settings.host, proxy.settings.port, backlog=2048).start()
         try:
             yield
         finally:
             logger.info("draining: %d requests under way", proxy.requests)
-            await site.stop()
-            if runner.server is not None:
-                runner.server.pre_shutdown()  # connections take no further request
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DRAIN_S):
-                    while proxy.requests:
-                        await asyncio.sleep(POLL_S)
-    finally:
-        await runner.cleanup()
 
 
 def serve(settings: Settings) -> bool:
@@ -103,14 +93,8 @@ async def _until_signal(settings: Settings) -> None:
 
 
 def make_app(proxy: Proxy) -> web.Application:
-    """The application. It runs the proxy's tasks while it lives."""
-
-    async def running(_: web.Application) -> AsyncIterator[None]:
-        async with proxy.running():
-            yield
-
+    """The application of a proxy that runs."""
     app = web.Application(middlewares=[_errors])
-    app.cleanup_ctx.append(running)
     for path in (COMPLETIONS, CHAT):
         app.router.add_post(path, partial(_complete, proxy))
     app.router.add_get("/v1/models", partial(_models, proxy))
@@ -155,20 +139,14 @@ async def _errors(
             raise ProxyError(400, "Transfer-Encoding must be chunked, and nothing else")
         return await handler(request)
     except ProxyError as error:
-        response = _json(error.status, error_body(error.status, error.message), error.headers)
+        status, message, headers = error.status, error.message, error.headers
     except web.HTTPException as error:
         message = f"{error.reason}: {request.method} {request.path}; the proxy serves {ENDPOINTS}"
-        response = _json(error.status, error_body(error.status, message))
-    if not request.content.is_eof():  # the rest of the body is of no use
-        response.force_close()
-    return response
-
-
-def _json(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> web.Response:
+        status, headers = error.status, {}
+    body = error_body(status, message)
     return web.Response(status=status, headers=headers, body=body, content_type="application/json")
 
 
 def _passed_on(request: web.Request) -> dict[str, str]:
-    """Several lines of a header become one. A value that is no valid UTF-8 stays inside."""
-    headers = {key: ",".join(request.headers.getall(key)) for key in PASSED_ON if key in request.headers}
-    return {key: value for key, value in headers.items() if value.isprintable()}
+    """Several lines of a header become one."""
+    return {key: ",".join(request.headers.getall(key)) for key in PASSED_ON if key in request.headers}

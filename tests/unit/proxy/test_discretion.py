@@ -7,8 +7,11 @@ import json
 from typing import Any
 
 import pytest
+from multidict import CIMultiDict
+from yarl import URL
 
 from layerpush.apps.proxy import legs
+from layerpush.apps.proxy.body import COMPLETIONS
 from layerpush.apps.proxy.errors import MESSAGE_CHARS
 from tests.unit.proxy.stub import Fault
 from tests.unit.proxy.world import Reply, World, asynchronous, until, world
@@ -147,6 +150,27 @@ async def test_headers_about_the_connection_to_d_stay_inside() -> None:
         ours = {"date", "server", "content-type", "content-length"}
         assert {key.lower() for key in reply.headers} == ours | {"x-request-id"}
         assert "engine" not in reply.headers["Server"]
+        cookies, engine = here.proxy.engines._session.cookie_jar, URL("http://engine:8000")
+        cookies.update_cookies({"who": "a client"}, engine)
+        assert not cookies.filter_cookies(engine), "the cookie of an answer is not sent back"
+
+
+@asynchronous
+async def test_several_lines_of_a_header_reach_the_engines_as_one() -> None:
+    async with world() as here:
+        lines = CIMultiDict([("tracestate", "a=1"), ("tracestate", "b=2")])
+        async with here.session.post(f"{here.url}{COMPLETIONS}", json={"prompt": "x"}, headers=lines) as response:
+            assert response.status == 200
+        assert [stub.seen[-1].headers["tracestate"] for stub in (here.p, here.d)] == ["a=1,b=2"] * 2
+
+
+@asynchronous
+async def test_a_header_that_is_no_utf_8_stays_inside() -> None:
+    async with world() as here:
+        here.d.raw = answered("200 OK", b"{}", "X-Request-Id: \xff")
+        reply = await here.post()
+        assert (reply.status, reply.body) == (200, b"{}")
+        assert "X-Request-Id" not in reply.headers
 
 
 @asynchronous

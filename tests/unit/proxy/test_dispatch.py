@@ -85,6 +85,7 @@ async def test_fields_of_routers_are_removed_from_clients_requests() -> None:
             assert seen.body["vllm_xargs"] == {"other": 1}
             assert "X-data-parallel-rank" not in seen.headers
             assert "Cookie" not in seen.headers
+            assert seen.headers["Accept-Encoding"] == "identity"
             assert seen.headers["Authorization"] == "Bearer k"
             assert seen.params.get("remote_host") != "10.6.6.6"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from typing import Any
 
 import aiohttp
 import pytest
@@ -207,6 +208,18 @@ async def test_the_error_for_engines_that_are_down(role: str) -> None:
         assert json.loads(reply.body)["error"]["message"] == message
         await stub.start()
         assert (await here.post()).status == 200
+
+
+@asynchronous
+async def test_an_engine_that_takes_no_connection_in_time_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world() as here:
+
+        async def late(*_: Any, **__: Any) -> Any:
+            raise aiohttp.ConnectionTimeoutError("connection timeout to host http://d0")
+
+        monkeypatch.setattr(here.proxy.engines._session.connector, "connect", late)
+        assert (await here.post()).status == 503
+        assert here.proxy.prefill.engines[0].rests_until > asyncio.get_running_loop().time()
 
 
 @asynchronous

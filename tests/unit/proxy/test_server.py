@@ -143,3 +143,19 @@ async def test_a_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
     async with running(p, d), proxy_process(tmp_path, p, d, options=("--port", str(p.port))) as proxy:
         assert await proxy.ended() == 1
         assert "address already in use" in proxy.log.read_text()
+
+
+@asynchronous
+async def test_the_proxy_may_open_as_many_files_as_its_hard_limit_and_logs_no_bad_head(tmp_path: Path) -> None:
+    p, d = pair()
+    few = ("bash", "-c", 'ulimit -Sn 256 && exec "$@"', "bash")
+    async with running(p, d), proxy_process(tmp_path, p, d, prefix=few) as proxy:
+        await serves(proxy)
+        limits = Path(f"/proc/{proxy.process.pid}/limits").read_text().splitlines()
+        (soft, hard) = next(line.split()[3:5] for line in limits if line.startswith("Max open files"))
+        assert soft == hard != "256"
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.close()
+        assert "Traceback" not in proxy.log.read_text()
