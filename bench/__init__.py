@@ -12,6 +12,13 @@ OUTPUT = ROOT / "build" / "bench"
 
 
 def write(path: Path, result: Mapping[str, object]) -> None:
-    """Write one JSON object. Creates the folder if it is missing."""
+    """Write one JSON object. Creates the folder if it is missing. A kill meanwhile leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(result, indent=1) + "\n")
+    fresh.rename(path)
+
+
+def unfinished(path: Path) -> Path:
+    """The file beside ``path`` for the figures of an unfinished run, which a killed run leaves."""
+    return path.with_suffix(".unfinished.json")

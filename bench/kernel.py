@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +14,11 @@ import torch
 import typer
 from rich.console import Console
 
-from bench import OUTPUT, write
-from bench.bootstrap import Ratio, ratio_of_medians
+from bench import OUTPUT, unfinished, write
+from bench.bootstrap import Interval, ratio_of_medians
+from bench.command import numbers
 from bench.kernelpage import DIRECTIONS, OURS
 from bench.provenance import provenance
-from bench.unfinished import Unfinished
 from layerpush_kernels import FULL_DEVICE_PROGRAMS, gather_blocks, scatter_blocks
 from layerpush_kernels.reference import gather_reference, scatter_reference
 
@@ -28,7 +27,9 @@ POOL_FACTOR = 2  # a cache has twice the blocks that are moved
 POISON = 0xFF
 # More than caches hold. While a GPU writes them, the CPU prepares the timed launch.
 FLUSH_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
-DEFAULT_MOST_MIB = {"cuda": 2048, "cpu": 128}
+MOST_BYTES = {"cuda": 2048 << 20, "cpu": 128 << 20}
+IDS = ("contiguous", "random")
+SEED = 0
 Way = Callable[[], object]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -50,16 +51,11 @@ class Case:
     def bytes(self) -> int:
         return self.block_bytes * self.blocks
 
-    def block_ids(self, seed: int) -> torch.Tensor:
-        """int64 ``[blocks]`` on the CPU: one run, or any order, or a run for one half and any order for the other."""
-        run = torch.arange(self.blocks)
+    def block_ids(self) -> torch.Tensor:
+        """int64 ``[blocks]`` on the CPU: one run, or any order."""
         if self.ids == "contiguous":
-            return run
-        shuffled = torch.randperm(POOL_FACTOR * self.blocks, generator=torch.Generator().manual_seed(seed))
-        if self.ids == "random":
-            return shuffled[: self.blocks]
-        half = self.blocks // 2
-        return torch.cat([run[:half], shuffled[shuffled >= half][: self.blocks - half]])
+            return torch.arange(self.blocks)
+        return torch.randperm(POOL_FACTOR * self.blocks, generator=torch.Generator().manual_seed(SEED))[: self.blocks]
 
 
 @dataclass(frozen=True)
@@ -75,13 +71,13 @@ class Cell:
         rates = self.case.bytes / np.asarray(self.seconds[way]) / 1e9
         return {f"p{share}": float(np.percentile(rates, share)) for share in (20, 50, 80)}
 
-    def of_copy(self, way: str) -> Ratio:
+    def of_copy(self, way: str) -> Interval:
         """The median rate as a share of the copy's."""
         return ratio_of_medians(self.seconds[COPY], self.seconds[way])
 
     def as_json(self) -> dict[str, Any]:
         ways = {
-            way: {"gb_s": self.gb_s(way), "of_copy": asdict(self.of_copy(way)), "seconds": list(seconds)}
+            way: {"gb_s": self.gb_s(way), "of_copy": self.of_copy(way).as_json("ratio"), "seconds": list(seconds)}
             for way, seconds in self.seconds.items()
         }
         return asdict(self.case) | {"direction": self.direction, "ways": ways}
@@ -111,21 +107,18 @@ class Timer:
 
 @dataclass(frozen=True)
 class Bench:
-    """The settings of all cells."""
+    """Measures all cells on a device."""
 
     device: torch.device
     rounds: int
-    max_programs: int
-    seed: int
-    swap: Callable[..., None] | None
 
     def measure(self, case: Case, timer: Timer) -> list[Cell]:
         """Gather and scatter of one case. Raises ``WrongBytesError``, before any time is taken, if a byte is wrong."""
         shape = (POOL_FACTOR * case.blocks, case.block_bytes // 2)
-        noise = torch.Generator(self.device).manual_seed(self.seed)
+        noise = torch.Generator(self.device).manual_seed(SEED)
         bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=self.device, generator=noise)
         cache = bits.view(torch.bfloat16)
-        ids = case.block_ids(self.seed)
+        ids = case.block_ids()
         packed = torch.empty((case.blocks, shape[1]), dtype=torch.bfloat16, device=self.device)
         expected = gather_reference([cache], ids)[0].view(torch.bfloat16)
         gathers, scatters = self._ways(cache, packed, expected.clone(), ids)
@@ -149,22 +142,17 @@ class Bench:
         self, cache: torch.Tensor, packed: torch.Tensor, piece: torch.Tensor, host_ids: torch.Tensor
     ) -> list[dict[str, Way]]:
         """Gathers and scatters by name, all on the same tensors; the copy moves as many bytes from or to ``piece``."""
-        ids, most = host_ids.to(self.device), self.max_programs
+        ids = host_ids.to(self.device)
         gathers: dict[str, Way] = {
             COPY: lambda: packed.copy_(piece),
-            OURS: lambda: gather_blocks(cache, ids, packed, max_programs=most),
+            OURS: lambda: gather_blocks(cache, ids, packed),
             DIRECTIONS["gather"]: lambda: torch.index_select(cache, 0, ids, out=packed),
         }
         scatters: dict[str, Way] = {
             COPY: lambda: piece.copy_(packed),
-            OURS: lambda: scatter_blocks(packed, ids, cache, max_programs=most),
+            OURS: lambda: scatter_blocks(packed, ids, cache),
             DIRECTIONS["scatter"]: lambda: cache.index_copy_(0, ids, packed),
         }
-        if (swap := self.swap) is not None:
-            row, block_bytes = torch.arange(len(host_ids)), packed[0].nbytes
-            there, back = torch.stack([host_ids, row], 1), torch.stack([row, host_ids], 1)
-            gathers["swap_blocks"] = lambda: swap(cache, packed, block_bytes, there)
-            scatters["swap_blocks"] = lambda: swap(packed, cache, block_bytes, back)
         return [gathers, scatters]
 
     def _rounds(self, ways: Mapping[str, Way], timer: Timer) -> dict[str, list[float]]:
@@ -184,17 +172,8 @@ class Bench:
 def main(
     block_bytes: Annotated[str, typer.Option(help="Bytes of a block in one layer.")] = "4096,8192,16384,65536,262144",
     blocks: Annotated[str, typer.Option(help="Numbers of blocks.")] = "64,512,1024,8192",
-    ids: Annotated[
-        str, typer.Option(help="contiguous: one run. random: any order. half: a run, then as many in any order.")
-    ] = "contiguous,random,half",
     rounds: Annotated[int, typer.Option(min=2, help="Samples of each way; the ways take turns.")] = 30,
     device: Annotated[str, typer.Option(help="cuda or cpu; auto takes a GPU if there is one.")] = "auto",
-    most_mib: Annotated[
-        int | None, typer.Option(help="Skip cases that move more. Default: 2048 on a GPU, 128 on a CPU.")
-    ] = None,
-    max_programs: Annotated[int, typer.Option(min=1, help="Cap on the kernel's programs.")] = FULL_DEVICE_PROGRAMS,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of torch's operators on a CPU.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of block ids and bytes.")] = 0,
     out: Annotated[
         Path,
         typer.Option(
@@ -206,67 +185,47 @@ def main(
 ) -> None:
     """Measure gather_blocks and scatter_blocks.
 
-    A case is a number of blocks and a block size. These move it in turn: a plain copy of as many contiguous bytes,
-    which is the ceiling; layerpush; torch's index_select or index_copy_; and vLLM's swap_blocks if it can be imported.
-    Each must first move every byte right. If one does not, the bench writes nothing and the exit status is 1. A run
-    that is killed leaves the cases so far in `kernel.unfinished.json`, beside the result.
+    A case is a number of blocks and a block size, with ids in one run or in any order. These move it in turn: a plain
+    copy of as many contiguous bytes, which is the ceiling; layerpush; torch's index_select or index_copy_. Each must
+    first move every byte right. If one does not, the bench writes nothing and the exit status is 1. A run that is
+    killed leaves the cases so far in `kernel.unfinished.json`, beside the result. The bench leaves out cases that move
+    more than 2 GiB on a GPU, or 128 MiB on a CPU.
 
     GB/s are payload: a gather of 1 GB reads 1 GB and writes 1 GB. The bench flushes caches before each sample. On a CPU
-    torch's operators do the copies; their rate does not apply to a GPU.
+    torch's operators do the copies, in one thread; their rate does not apply to a GPU.
 
     - python -m bench.kernel --block-bytes 4096,65536 --blocks 64,1024 --rounds 10
 
     - python -m bench.kernel --device cuda --out kernel-h200.json
     """
     console = Console(soft_wrap=True, highlight=False)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    swap, unavailable = _swap_blocks(kind)
-    bench = Bench(place, rounds, max_programs, seed, swap)
-    sizes, counts = ([int(part) for part in text.split(",")] for text in (block_bytes, blocks))
-    every = [Case(*each) for each in itertools.product(sizes, counts, ids.split(","))]
-    most = (most_mib or DEFAULT_MOST_MIB[kind]) << 20
-    left_out = [asdict(case) for case in every if case.bytes > most]
-    timer, cells = Timer(place), list[Cell]()
+    every = [Case(*each) for each in itertools.product(numbers(block_bytes), numbers(blocks), IDS)]
+    left_out = [asdict(case) for case in every if case.bytes > MOST_BYTES[kind]]
+    bench, timer, cells = Bench(place, rounds), Timer(place), list[Cell]()
     hardware = {"kind": kind, "name": torch.cuda.get_device_name(place) if kind == "cuda" else None}
-    head = provenance(seed) | {"device": hardware, "threads": threads}
-    settings = {
-        "rounds": rounds,
-        "max_programs": max_programs,
-        "left_out": left_out,
-        "swap_blocks": unavailable or "measured",
-    }
+    settings = {"device": hardware, "rounds": rounds, "max_programs": FULL_DEVICE_PROGRAMS, "left_out": left_out}
+    head = provenance(SEED) | settings
+    partial = unfinished(out)
 
-    def body(_: Sequence[object], about: Mapping[str, object]) -> Mapping[str, object]:
-        return {**about, "cells": [cell.as_json() for cell in cells]}
+    def body() -> dict[str, object]:
+        return {**head, "cells": [cell.as_json() for cell in cells]}
 
-    unfinished = Unfinished(out, body)
     try:
         for case in every:
-            if case.bytes <= most:
+            if case.bytes <= MOST_BYTES[kind]:
                 cells += bench.measure(case, timer)
                 console.print(_line(cells[-2]), _line(cells[-1]), sep="\n")
-                unfinished.keep((), head | settings)
+                write(partial, body())
     except WrongBytesError as error:
-        unfinished.remove()
+        partial.unlink(missing_ok=True)
         console.print(f"{error}: nothing is written", style="red", markup=False)
         raise typer.Exit(1) from error
-    write(out, body((), head | settings))
-    unfinished.remove()
-    console.print(f"Written: {out}; {len(left_out)} cases above {most >> 20} MiB left out")
-
-
-def _swap_blocks(kind: str) -> tuple[Callable[..., None] | None, str | None]:
-    """vLLM's operator that copies blocks, or the reason that it cannot be measured here."""
-    if kind != "cuda":
-        return None, "a copy of blocks between devices, not for CPU memory"
-    try:
-        operators = importlib.import_module("vllm._custom_ops")
-        operators.torch.ops._C_cache_ops.swap_blocks  # noqa: B018  # AttributeError, if this build lacks it
-    except (ImportError, AttributeError) as error:
-        return None, str(error)
-    return operators.swap_blocks, None
+    write(out, body())
+    partial.unlink(missing_ok=True)
+    console.print(f"Written: {out}; {len(left_out)} cases above {MOST_BYTES[kind] >> 20} MiB left out")
 
 
 def _check(got: torch.Tensor, expected: torch.Tensor, way: str, direction: str, case: Case) -> None:
@@ -276,7 +235,7 @@ def _check(got: torch.Tensor, expected: torch.Tensor, way: str, direction: str, 
 
 def _line(cell: Cell) -> str:
     case = cell.case
-    rates = "  ".join(f"{way} {cell.gb_s(way)['p50']:.2f} ({cell.of_copy(way).ratio:.0%})" for way in cell.seconds)
+    rates = "  ".join(f"{way} {cell.gb_s(way)['p50']:.2f} ({cell.of_copy(way).value:.0%})" for way in cell.seconds)
     return f"{cell.direction:8}{case.block_bytes / 1024:6g} KiB x {case.blocks:<5}{case.ids:11}GB/s (of copy): {rates}"
 
 

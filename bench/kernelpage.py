@@ -44,13 +44,12 @@ def _rate(way: Mapping[str, Any]) -> tuple[str, str]:
 
 def _about(result: Result) -> str:
     device = result["device"]
-    threads = "one thread" if result["threads"] == 1 else f"{result['threads']} threads"
     text = (
         f"Median payload of {result['rounds']} rounds, blocks in any order, beside a plain copy of as many contiguous "
         "bytes in the same rounds; nothing of it is in a cache."
     )
     if device["kind"] == "cpu":
-        text += f" On a CPU torch's operators do the work, in {threads}, so their rate does not apply to a GPU."
+        text += " On a CPU torch's operators do the work, in one thread, so their rate does not apply to a GPU."
     else:
         text += f" On one {device['name']}, with at most {result['max_programs']} programs."
     return f"{text} {conditions(result)}"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.bootstrap import Ratio
+from bench.bootstrap import Interval
 
 PACKAGES = {
     "vllm": "vLLM",
@@ -36,7 +36,7 @@ def number_table(headings: Row, rows: Sequence[Row], words: int = 1) -> str:
 
 def with_interval(ratio: Mapping[str, float]) -> str:
     """A ratio with its 95 % interval."""
-    return str(Ratio(**ratio))
+    return str(Interval(ratio["ratio"], ratio["low"], ratio["high"]))
 
 
 def conditions(result: Result, *where: str) -> str:

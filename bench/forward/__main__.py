@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
-from bench import OUTPUT, write
+from bench import OUTPUT, unfinished, write
 from bench.command import console, names, numbers, percents
 from bench.forward import page
 from bench.forward.cases import Growing, growing_cases, known_cases
@@ -19,15 +19,14 @@ from bench.forward.cells import Cell, missed
 from bench.forward.cores import of_this_machine, this_thread_on
 from bench.forward.draws import PATTERNS
 from bench.forward.growth import Line, lines
-from bench.forward.links import HELP, links, wire_of
+from bench.forward.links import HELP, links
 from bench.forward.models import BLOCK_TOKENS, MODELS
-from bench.forward.orders import Measure
+from bench.forward.orders import Measure, WrongBytesError
 from bench.forward.presets import DEFAULT, LONG, QUICK
 from bench.forward.settings import Packing, Progress, Settings
 from bench.forward.sweep import sweep
 from bench.provenance import provenance
 from bench.servers.link import LinkError
-from bench.unfinished import Unfinished
 
 MODES = ("auto", "layer", "chunk", "request")
 PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
@@ -75,7 +74,6 @@ def main(
             help="Tokens of a step: --max-num-batched-tokens. Default: 2048, or 8192 with --long.",
         ),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Prompts in one step.")] = 1,
     cached: Annotated[str, typer.Option(help="Percent of each prompt in P's prefix cache; 0,90 measures both.")] = "0",
     layer_ms: Annotated[
         float, typer.Option(min=0.5, help="Milliseconds of matrix products for a layer of a step.")
@@ -108,12 +106,10 @@ def main(
         ),
     ] = None,
     packing: Annotated[Packing, typer.Option(help="The connector's setting.")] = "auto",
-    staging_mib: Annotated[int, typer.Option(min=2, help="Staging memory of P: staging_bytes.")] = 64,
     progress: Annotated[
         Progress,
         typer.Option(help="NIXL's progress thread. calm: as with LAYERPUSH_CALM=1. spin: NIXL's own loop. off: none."),
     ] = "calm",
-    threads: Annotated[int, typer.Option(min=0, help="Threads of a NIXL agent; vLLM has 4.")] = 4,
     forward_threads: Annotated[int, typer.Option(min=1, help="Threads of the matrix products, on a CPU.")] = 1,
     pin: Annotated[
         bool,
@@ -179,7 +175,7 @@ def main(
         screen.print(str(error), style="red", markup=False)
         raise typer.Exit(2) from error
     most_mib, step = most_mib or preset.most_mib, chunk_tokens or preset.chunk_tokens
-    cases, left_out = known_cases(chosen, prompts, patterns, step, most_mib << 20, requests, shares)
+    cases, left_out = known_cases(chosen, prompts, patterns, step, most_mib << 20, shares)
     grows = preset.growth if growth is None else growth
     growing = list(growing_cases(preset.points)) if grows else []
     if not cases:
@@ -192,9 +188,7 @@ def main(
     settings = Settings(
         seed=seed,
         cache_bytes=max(case.cache_bytes for case in every),
-        staging_bytes=staging_mib << 20,
         device=device,
-        agent_threads=threads,
         progress=progress,
         corrupt=corrupt,
         layer_s=layer_ms * 1e-3,
@@ -207,7 +201,7 @@ def main(
     grown = [(wanted_links[0], each.case) for each in growing]  # on the first link, after its known cases
     known = [(link, case) for link in wanted_links for case in cases]
     places = [*known[: len(cases)], *grown, *known[len(cases) :]]
-    orders = [(link, case, Measure(case, tuple(wanted_modes), repeats)) for link, case in places]
+    orders = [(link, Measure(case, tuple(wanted_modes), repeats)) for link, case in places]
     started_at = time.monotonic()
     path = out or (None if preset.file is None else OUTPUT / preset.file)
 
@@ -218,7 +212,7 @@ def main(
         points = [(each.what, each.value, cell) for each, cell in of_lines]
         return cells, of_lines, list(lines(points)) if len(answers) == len(orders) else []
 
-    def body(answers: Sequence[Cell], about: Mapping[str, object]) -> dict[str, object]:
+    def body(answers: Sequence[Cell], about: Mapping[str, object]) -> dict[str, Any]:
         cells, of_lines, fitted = parts(answers)
         return provenance(settings.seed, PACKAGES) | {
             "about": about,
@@ -232,18 +226,27 @@ def main(
             "grown": [{"what": each.what, "value": each.value, **cell.as_json()} for each, cell in of_lines],
         }
 
-    unfinished = Unfinished(path, body)
-    with this_thread_on(cores.others if cores else ()):  # P and D begin there, too
-        answers, about = sweep(screen, wire_of, orders, settings, str, unfinished)
+    partial = None if path is None else unfinished(path)
+
+    def keep(answers: Sequence[Cell], about: Mapping[str, object]) -> None:
+        if partial is not None:
+            write(partial, body(answers, about))
+
+    try:
+        with this_thread_on(cores.others if cores else ()):  # P and D begin there, too
+            answers, about = sweep(screen, orders, settings, keep)
+    except WrongBytesError as error:
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+        screen.print(f"{error}: nothing is written", style="red", markup=False)
+        raise typer.Exit(1) from error
     result = body(answers, about)
     screen.print(page.table(result), markup=False)
-    beyond = missed(parts(answers)[0])
-    screen.print(*(beyond or ["every figure is within its limits"]), sep="\n", markup=False)
-    if path is None:
-        return
-    write(path, result)
-    screen.print(f"Written: {path}; {len(left_out)} prompts above {most_mib} MiB left out")
-    unfinished.remove()
+    screen.print(*(result["misses"] or ["every figure is within its limits"]), sep="\n", markup=False)
+    if path is not None and partial is not None:
+        write(path, result)
+        partial.unlink(missing_ok=True)
+        screen.print(f"Written: {path}; {len(left_out)} prompts above {most_mib} MiB left out")
 
 
 if __name__ == "__main__":

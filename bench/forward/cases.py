@@ -11,8 +11,6 @@ from bench.forward.models import BLOCK_TOKENS, MODELS
 
 POOL_FACTOR = 1.25
 """A cache has so many times the blocks of the largest case."""
-FIXED_BYTES = 64 << 20
-"""The fixed work of a sample takes about as long as this many bytes."""
 CHUNK_TOKENS = 2048
 RANK_BLOCK, HEADS_BLOCK = MODELS["llama-70b-tp8"].block_bytes, MODELS["llama-8b"].block_bytes
 """Bytes of a block with one KV head, and with eight of them."""
@@ -72,11 +70,6 @@ class Case:
         return 2 * (self.cache_bytes + self.layer_bytes)
 
     @property
-    def weight(self) -> int:
-        """About proportional to the time of a sample."""
-        return FIXED_BYTES + self.bytes
-
-    @property
     def steps(self) -> tuple[int, ...]:
         """Tokens that each engine step computes of each request."""
         share = max(BLOCK_TOKENS, self.chunk_tokens // self.requests // BLOCK_TOKENS * BLOCK_TOKENS)
@@ -109,12 +102,11 @@ def known_cases(
     patterns: Sequence[str],
     chunk_tokens: int,
     most: int,
-    requests: int = 1,
     cached: Sequence[int] = (0,),
 ) -> tuple[list[Case], list[Case]]:
     """Cases of up to ``most`` bytes, and the other ones. One geometry after the other."""
     every = [
-        Case(name, MODELS[name].layers, MODELS[name].block_bytes, length, ids, requests, chunk_tokens, share)
+        Case(name, MODELS[name].layers, MODELS[name].block_bytes, length, ids, 1, chunk_tokens, share)
         for name, length, ids, share in itertools.product(models, lengths, patterns, cached)
     ]
     return [case for case in every if case.bytes <= most], [case for case in every if case.bytes > most]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.bootstrap import Ratio, ratio_of_medians
+from bench.bootstrap import Interval, ratio_of_medians
 from bench.forward.cases import Case
 
 OFF = "off"
@@ -154,7 +154,7 @@ class Cell:
     def end_ratio(self, mode: str) -> float:
         return self.series[mode].median("end_s") / self.bound_s
 
-    def slowdown(self, mode: str) -> Ratio:
+    def slowdown(self, mode: str) -> Interval:
         return self.forward_ratio(mode, OFF)
 
     def delays(self, mode: str) -> Delays | None:
@@ -167,13 +167,13 @@ class Cell:
         whole, cpu, queued = (more - less for more, less in zip(with_push, without, strict=True))
         return Delays(*(share / without[0] for share in (cpu, queued, whole - cpu - queued)))
 
-    def exposed_ratio(self, mode: str, other: str) -> Ratio:
+    def exposed_ratio(self, mode: str, other: str) -> Interval:
         return ratio_of_medians(self.series[mode].exposed_s, self.series[other].exposed_s)
 
-    def forward_ratio(self, mode: str, other: str) -> Ratio:
+    def forward_ratio(self, mode: str, other: str) -> Interval:
         return ratio_of_medians(self.series[mode].forward_s, self.series[other].forward_s)
 
-    def writer_ratio(self, mode: str, other: str) -> Ratio:
+    def writer_ratio(self, mode: str, other: str) -> Interval:
         return ratio_of_medians(self.series[mode].writer_s, self.series[other].writer_s)
 
     def post_share(self, mode: str) -> float:
@@ -194,13 +194,13 @@ class Cell:
     def _misses(self, mode: str) -> list[str]:
         missed = []
         for text, figure, limit in self._limits(mode):
-            ratio = figure if isinstance(figure, Ratio) else Ratio(figure, 0.0, figure)
-            if ratio.ratio > limit:
+            ratio = figure if isinstance(figure, Interval) else Interval(figure, 0.0, figure)
+            if ratio.value > limit:
                 sure = ", for sure" if ratio.low > limit else ""
-                missed.append(f"{text.format(ratio.ratio)}, not {limit:.3g}{sure}")
+                missed.append(f"{text.format(ratio.value)}, not {limit:.3g}{sure}")
         return missed
 
-    def _limits(self, mode: str) -> Iterator[tuple[str, float | Ratio, float]]:
+    def _limits(self, mode: str) -> Iterator[tuple[str, float | Interval, float]]:
         """Each figure of ``mode``, in words and as a number, and its limit. ``layer`` is compared with no other mode
         that pushes during prefill.
         """
@@ -225,15 +225,15 @@ class Cell:
         modes = {}
         for mode in self.modes:
             others = [other for other in self.modes if other != mode]
-            exposed = {f"exposed_of_{other}": asdict(self.exposed_ratio(mode, other)) for other in others}
-            forward = {f"forward_of_{other}": asdict(self.forward_ratio(mode, other)) for other in others}
-            writer = {f"writer_of_{other}": asdict(self.writer_ratio(mode, other)) for other in others}
+            exposed = {f"exposed_of_{other}": self.exposed_ratio(mode, other).as_json("ratio") for other in others}
+            forward = {f"forward_of_{other}": self.forward_ratio(mode, other).as_json("ratio") for other in others}
+            writer = {f"writer_of_{other}": self.writer_ratio(mode, other).as_json("ratio") for other in others}
             modes[mode] = {
                 **{f"{name}_median": self.series[mode].median(name) for name in MEDIANS},
                 "gb_s": self.rate(mode) / 1e9,
                 "of_ceiling": self.rate(mode) / self.ceiling,
                 "post_share": self.post_share(mode),
-                "slowdown": asdict(self.slowdown(mode)),
+                "slowdown": self.slowdown(mode).as_json("ratio"),
                 "delays": asdict(delays) if (delays := self.delays(mode)) is not None else None,
                 "end_of_bound": self.end_ratio(mode),
                 **exposed,

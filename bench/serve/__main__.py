@@ -12,14 +12,16 @@ import typer
 
 from bench import OUTPUT
 from bench.command import console, names, numbers
-from bench.serve.command import Choices, run_command
+from bench.serve.command import run_command
+from bench.serve.engine_options import EngineOptions
 from bench.serve.lineup import DEFAULT_STEP_TOKENS
-from bench.serve.plan import COMPARE, LOOPBACK, MODES, Compare, Load
+from bench.serve.plan import AGGREGATED, COMPARE, LOOPBACK, MODES, Compare, Load, Plan, Setup
 from bench.serve.shapes import DEFAULT_SHAPE, SHAPES, ShapeName, described
 
 LENGTHS, QUICK_LENGTHS = "1024,2048,4096", "1024"
 ROUNDS, QUICK_ROUNDS = 5, 3
 REQUESTS, QUICK_REQUESTS = 3, 2
+LONGEST = "max"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -53,22 +55,15 @@ def main(
         ),
     ] = "0",
     max_num_batched_tokens: Annotated[
-        str | None,
-        typer.Option(
-            show_default=False,
-            help=f"Tokens of an engine's step: the size of a chunk. Default: {DEFAULT_STEP_TOKENS}.",
-            rich_help_panel=_WHAT,
-        ),
-    ] = None,
+        str, typer.Option(help="Tokens of an engine's step: the size of a chunk.", rich_help_panel=_WHAT)
+    ] = str(DEFAULT_STEP_TOKENS),
     links: Annotated[
-        str | None,
+        str,
         typer.Option(
-            show_default=False,
-            help=f"Between P and D: {LOOPBACK}, or rates of an emulated link, for example 2gbit, which needs root. "
-            f"Default: {LOOPBACK}.",
+            help=f"Between P and D: {LOOPBACK}, or rates of an emulated link, for example 2gbit, which needs root.",
             rich_help_panel=_WHAT,
         ),
-    ] = None,
+    ] = LOOPBACK,
     rounds: Annotated[
         int | None,
         typer.Option(
@@ -177,34 +172,43 @@ def main(
 
     - python -m bench.serve --modes push,auto,token --lengths 512,4096 --background 0,4
     """
-    path = out
     if out is None and not quick:
-        path = OUTPUT / f"serve-{time.strftime('%Y%m%d-%H%M%S')}.json"
+        out = OUTPUT / f"serve-{time.strftime('%Y%m%d-%H%M%S')}.json"
     try:
-        choices = Choices(
-            modes=names(modes, list(MODES)),
-            lengths=(lengths or (QUICK_LENGTHS if quick else LENGTHS)).split(","),
+        if shape and model:
+            raise ValueError(f"--shape {shape}: --model names another model")
+        options = EngineOptions(
+            model,
+            shape,
+            tuple(shlex.split(engine_args)),
+            dict(_pair("--engine-env", each) for each in engine_env or []),
+            {mode: json.loads(text) for mode, text in (_pair("--config", each) for each in config or [])},
+            corrupt,
+        )
+        plan = Plan(
+            modes=[AGGREGATED, *(mode for mode in names(modes, list(MODES)) if mode != AGGREGATED)],
+            lengths=_lengths(lengths or (QUICK_LENGTHS if quick else LENGTHS), options.longest_prompt(answer_tokens)),
             loads=[Load(each, background=streams) for streams in _counts(background) for each in numbers(concurrency)],
-            step_tokens=numbers(max_num_batched_tokens) if max_num_batched_tokens else None,
-            links=[each.strip() for each in links.split(",")] if links else None,
+            setups=[Setup(link.strip(), size) for link in links.split(",") for size in numbers(max_num_batched_tokens)],
             rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
             requests=requests or (QUICK_REQUESTS if quick else REQUESTS),
             answer_tokens=answer_tokens,
             seed=seed,
             compare=compare,
-            corrupt=corrupt,
-            model=model,
-            shape=shape,
-            options=tuple(shlex.split(engine_args)),
-            variables=dict(_pair("--engine-env", each) for each in engine_env or []),
-            extra={mode: json.loads(text) for mode, text in (_pair("--config", each) for each in config or [])},
-            out=path,
-            keep_logs=keep_logs,
         )
-        choices.check()
+        if unknown := options.extra.keys() - set(plan.modes):
+            raise ValueError(f"--config {unknown.pop()}: is none of the measured modes, {', '.join(plan.modes)}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(run_command(console(), choices))
+    raise typer.Exit(run_command(console(), plan, options, out, keep_logs))
+
+
+def _lengths(text: str, limit: int) -> list[int]:
+    """Prompt lengths of up to ``limit`` tokens, each once. Raises ``ValueError``."""
+    wanted = numbers(",".join(str(limit) if each.strip() == LONGEST else each for each in text.split(",")))
+    if max(wanted) > limit:
+        raise ValueError(f"--lengths {max(wanted)}: the model takes {limit} tokens and an answer; write {LONGEST}")
+    return wanted
 
 
 def _counts(text: str) -> list[int]:

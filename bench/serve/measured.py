@@ -1,27 +1,25 @@
-"""The result of one call of ``vllm bench serve``, as a file until all calls are done."""
+"""The result of one call of ``vllm bench serve``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from bench.hand_over import PARTS, HandOver
 from bench.serve.plan import Call
-from bench.serve.scrape import BYTES, DESCRIPTORS, TRANSFER, Histogram
-from layerpush.apps.tracing.figures import Figures
 
 
 class RequestsFailedError(RuntimeError):
     """Not every request was answered: times of the others mean little."""
 
 
-class Measured(msgspec.Struct, kw_only=True):
+@dataclass(kw_only=True)
+class Measured:
     """Lists have one sample for each request, or one for all of them where only a mean is known; None: not known.
 
-    ``first_token_at`` is in seconds of ``time.perf_counter()``. ``first_tokens`` counts requests by the origin of
-    their first token, if D starts with P's.
+    ``first_token_at`` is in seconds of ``time.perf_counter()``. ``pushed_as`` counts pushes by their mode.
+    ``first_tokens`` counts requests by the origin of their first token, if D starts with P's.
     """
 
     cell: str
@@ -30,34 +28,20 @@ class Measured(msgspec.Struct, kw_only=True):
     argv: list[str]
     duration_s: float
     ttft_ms: list[float]
-    first_token_at: list[float] = []
+    first_token_at: list[float]
     tpot_ms: list[float]
-    latency_ms: list[float]
-    prompt_tokens: list[int]
-    answer_tokens: list[int]
     answers: list[str]
     prefill_ms: list[float] | None = None
     exposed_ms: list[float] | None = None
     hand_over_ms: list[float] | None = None
-    hand_over_parts_ms: dict[str, list[float]] = {}
-    transfer_ms: list[float] | None = None
-    writes: list[float] | None = None
-    descriptors: list[float] | None = None
-    bytes: list[float] | None = None
-    writer_cpu_ms: list[float] | None = None
-    pushed_as: dict[str, int] = {}
-    plans: dict[str, int] = {}
-    first_tokens: dict[str, int] = {}
-    problems: list[str] = []
+    hand_over_parts_ms: dict[str, list[float]] = field(default_factory=dict)
+    pushed_as: dict[str, int] = field(default_factory=dict)
+    first_tokens: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
 
     @property
     def requests_per_s(self) -> list[float]:
         return [len(self.ttft_ms) / self.duration_s]
-
-    @property
-    def tokens_per_s(self) -> list[float]:
-        """Answer tokens per second."""
-        return [sum(self.answer_tokens) / self.duration_s]
 
     @property
     def after_prefill_ms(self) -> list[float] | None:
@@ -65,28 +49,6 @@ class Measured(msgspec.Struct, kw_only=True):
         if self.prefill_ms is None:
             return None
         return [sum(self.ttft_ms) / len(self.ttft_ms) - sum(self.prefill_ms) / len(self.prefill_ms)]
-
-    def add_prefills(self, prefills: Histogram | None) -> None:
-        """Set the mean prefill time, from the histogram of P or of the aggregated engine."""
-        if prefills is not None and prefills.mean is not None:
-            self.prefill_ms = [1e3 * prefills.mean]
-
-    def add_transfers(self, since: Mapping[str, Histogram]) -> None:
-        """Set the means per request, from NIXL's histograms."""
-        if since and since[TRANSFER].count:
-            requests = len(self.ttft_ms)
-            self.transfer_ms = [1e3 * since[TRANSFER].total / requests]
-            self.writes = [since[TRANSFER].count / requests]
-            self.descriptors = [since[DESCRIPTORS].total / requests]
-            self.bytes = [since[BYTES].total / requests]
-
-    def add_figures(self, figures: Sequence[Figures]) -> None:
-        """Set the figures of each request, from P's trace."""
-        self.exposed_ms = [each.exposed_ms for each in figures]
-        self.transfer_ms = [each.transfer_ms for each in figures]
-        self.writes = [float(each.writes) for each in figures]
-        self.descriptors = [float(each.descriptors) for each in figures]
-        self.bytes = [float(each.bytes) for each in figures]
 
     def add_hand_overs(self, hand_overs: Sequence[HandOver]) -> None:
         """Set the hand-over of each request, or the mean of all, and its parts if they are known."""
@@ -114,8 +76,5 @@ def measured(call: Call, argv: Sequence[str], result: Mapping[str, Any]) -> Meas
         ttft_ms=[1e3 * each for each in result["ttfts"]],
         first_token_at=[sent + ttft for sent, ttft in zip(result["start_times"], result["ttfts"], strict=True)],
         tpot_ms=[1e3 * (whole - first) / (count - 1) for whole, first, count in spans if count > 1],
-        latency_ms=[1e3 * each for each in result["latencies"]],
-        prompt_tokens=result["input_lens"],
-        answer_tokens=counts,
         answers=result["generated_texts"],
     )

@@ -142,26 +142,3 @@ class Plan:
     def background(self) -> int:
         """The most streams that D decodes beside them."""
         return max(load.background for load in self.loads)
-
-    def weight(self, call: Call) -> int:
-        """About proportional to the time that a call takes."""
-        return self.prompts(call) * (call.cell.prompt_tokens + self.answer_tokens)
-
-
-def seconds_left(plan: Plan, waiting: Sequence[Call], done: Sequence[tuple[Call, float]]) -> float | None:
-    """Estimated seconds of the calls in ``waiting``, from finished calls of the same kind, else from all.
-
-    None while nothing is done.
-    """
-    if not done:
-        return None
-    pace = sum(seconds for _, seconds in done) / max(1, sum(plan.weight(call) for call, _ in done))
-    seen: dict[tuple[Cell, str], list[float]] = {}
-    for call, seconds in done:
-        seen.setdefault((call.cell, call.mode), []).append(seconds)
-
-    def expected(call: Call) -> float:
-        same = seen.get((call.cell, call.mode))
-        return sum(same) / len(same) if same else pace * plan.weight(call)
-
-    return sum(map(expected, waiting))

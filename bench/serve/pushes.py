@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from layerpush.apps.tracing.figures import Figures, TraceError, figures_of, read_pushes
+from layerpush.apps.tracing.figures import read_pushes
 from layerpush.apps.tracing.requests import without_suffix
 from layerpush.telemetry.trace_records import PushRecord
 
@@ -40,26 +39,6 @@ class Pushes:
                 self._seen |= {_key(push) for push in fresh}
                 return list(found.values())
             time.sleep(LOOK_S)
-
-
-def figures_of_ranks(parts: Sequence[PushRecord]) -> Figures:
-    """The figures of one request: bytes, WRITEs and descriptors are sums over its ranks, times are of the slowest rank.
-
-    Raises ``TraceError``.
-    """
-    if not parts:
-        raise TraceError("no push to take figures from")
-    ranks = [figures_of(part) for part in parts]
-    return Figures(
-        prefill_ms=max(each.prefill_ms for each in ranks),
-        transfer_ms=max(each.transfer_ms for each in ranks),
-        exposed_ms=max(each.exposed_ms for each in ranks),
-        hooked_layers=sum(each.hooked_layers for each in ranks),
-        swept_layers=sum(each.swept_layers for each in ranks),
-        writes=sum(each.writes for each in ranks),
-        descriptors=sum(each.descriptors for each in ranks),
-        bytes=sum(each.bytes for each in ranks),
-    )
 
 
 def _key(push: PushRecord) -> tuple[str, int, str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from bench.bootstrap import Difference, Interval, Ratio, difference_of_medians, median_of_rounds, ratio_over_rounds
+from bench.bootstrap import Interval, difference_of_medians, median, ratio_of_medians
 from bench.hand_over import PARTS
 from bench.serve.measured import Measured
 from bench.serve.plan import AGGREGATED, TOKEN, Cell
@@ -18,39 +19,14 @@ from bench.serve.plan import AGGREGATED, TOKEN, Cell
 MEASURES = (
     "ttft_ms",
     "tpot_ms",
-    "latency_ms",
     "requests_per_s",
-    "tokens_per_s",
     "prefill_ms",
     "exposed_ms",
     "hand_over_ms",
     "after_prefill_ms",
-    "transfer_ms",
-    "writes",
-    "descriptors",
-    "bytes",
-    "writer_cpu_ms",
 )
-AGAINST_AGGREGATED = ("ttft_ms", "tpot_ms", "requests_per_s", "prefill_ms")
-PAIRS = (
-    ("auto", "request"),
-    ("auto", "chunk"),
-    ("auto", "layer"),
-    ("auto", "push"),
-    ("auto", "pull"),
-    (TOKEN, "auto"),
-    (TOKEN, "push"),
-    (TOKEN, "pull"),
-    ("layer", "request"),
-    ("chunk", "request"),
-    ("layer", "chunk"),
-    ("layer", "push"),
-    ("layer", "pull"),
-    ("request", "push"),
-    ("request", "pull"),
-    ("push", "pull"),
-)
-COMPARED = ("ttft_ms", "exposed_ms", "prefill_ms")
+COMPARED = MEASURES[:5]
+"""Measures with ratios between all modes."""
 AUTO = "auto"
 TTFT_LIMIT, PREFILL_LIMIT = 1.0, 1.01
 """Limits of ``auto``, as ratios: time to first token to the best other mode's, prefill to ``request``'s."""
@@ -66,35 +42,12 @@ class Series:
     rounds: Sequence[Sequence[float]]
 
     @cached_property
-    def interval(self) -> Interval:
-        return median_of_rounds(self.rounds)
-
-    @cached_property
-    def samples(self) -> list[float]:
-        return [sample for one in self.rounds for sample in one]
-
-    @property
-    def mean(self) -> float:
-        return float(np.mean(self.samples))
-
-    @property
-    def p50(self) -> float:
-        return self.interval.median
-
-    @property
-    def p99(self) -> float:
-        return float(np.percentile(self.samples, 99))
+    def p50(self) -> Interval:
+        return median(self.rounds)
 
     def as_json(self) -> dict[str, Any]:
         """``low`` and ``high`` are the 95 % interval of ``p50``."""
-        return {
-            "mean": self.mean,
-            "p50": self.p50,
-            "p99": self.p99,
-            "low": self.interval.low,
-            "high": self.interval.high,
-            "raw": [list(one) for one in self.rounds],
-        }
+        return self.p50.as_json("p50") | {"raw": [list(one) for one in self.rounds]}
 
 
 @dataclass(frozen=True)
@@ -129,25 +82,21 @@ class CellResult:
         """The samples of a part of the hand-over in a mode, in milliseconds; None if a round lacks them."""
         return _series([call.hand_over_parts_ms.get(name) for call in self.calls[mode]])
 
-    def ratio(self, measure: str, mode: str, other: str) -> Ratio | None:
+    def ratio(self, measure: str, mode: str, other: str) -> Interval | None:
         """The ratio of medians; None if one of them is not known, or if the divisor has a sample of 0."""
         if not {mode, other} <= set(self.calls):
             return None
         above, below = self.series(mode, measure), self.series(other, measure)
-        if above is None or below is None or min(below.samples) <= 0:
+        if above is None or below is None or min(map(min, below.rounds)) <= 0:
             return None
-        return ratio_over_rounds(above.rounds, below.rounds)
+        return ratio_of_medians(above.rounds, below.rounds)
 
-    def ratios(self) -> dict[str, dict[str, Ratio]]:
+    def ratios(self) -> dict[str, dict[str, Interval]]:
         """By measure, then by ``mode/other``."""
-        wanted: dict[str, list[tuple[str, str]]] = {
-            measure: [(mode, AGGREGATED) for mode in self.calls if mode != AGGREGATED] for measure in AGAINST_AGGREGATED
-        }
-        for measure in COMPARED:
-            wanted.setdefault(measure, []).extend(PAIRS)
+        pairs = list(itertools.permutations(self.calls, 2))
         return {
             measure: {f"{a}/{b}": ratio for a, b in pairs if (ratio := self.ratio(measure, a, b)) is not None}
-            for measure, pairs in wanted.items()
+            for measure in COMPARED
         }
 
     @property
@@ -155,7 +104,7 @@ class CellResult:
         """The mode with the lowest median time to first token, without ``auto``, ``token`` and aggregated."""
         left_out = (AGGREGATED, AUTO, TOKEN)
         found = {mode: self.series(mode, "ttft_ms") for mode in self.calls if mode not in left_out}
-        medians = {mode: series.p50 for mode, series in found.items() if series is not None}
+        medians = {mode: series.p50.value for mode, series in found.items() if series is not None}
         return min(medians, key=medians.__getitem__, default=None)
 
     @property
@@ -174,12 +123,12 @@ class CellResult:
         longer = self.longer_after_prefill(TOKEN)
         if longer is not None and longer.low > AFTER_PREFILL_LIMIT_MS:
             missed.append(
-                f"{TOKEN} takes {longer.difference:.1f} [{longer.low:.1f}, {longer.high:.1f}] ms longer than one "
+                f"{TOKEN} takes {longer.value:.1f} [{longer.low:.1f}, {longer.high:.1f}] ms longer than one "
                 "engine from prefill to the first token"
             )
         return missed
 
-    def longer_after_prefill(self, mode: str) -> Difference | None:
+    def longer_after_prefill(self, mode: str) -> Interval | None:
         """Time to first token less prefill, less that of one engine, in milliseconds; None if not known.
 
         Unlike the hand-over, one engine has it too: it does not record when its last layer is ready.
@@ -215,7 +164,7 @@ class CellResult:
             "requests": len(self.calls[AGGREGATED][0].ttft_ms),
             "modes": {mode: self._mode_json(mode) for mode in self.calls},
             "ratios": {
-                measure: {name: asdict(ratio) for name, ratio in ratios.items()}
+                measure: {name: ratio.as_json("ratio") for name, ratio in ratios.items()}
                 for measure, ratios in self.ratios().items()
             },
             "best": self.best,
@@ -228,11 +177,10 @@ class CellResult:
         longer = self.longer_after_prefill(mode)
         return {
             **{measure: each and each.as_json() for measure, each in series.items()},
-            "hand_over_parts_ms": {name: part.p50 for name in PARTS if (part := self.part(mode, name)) is not None},
-            "longer_after_prefill_ms": longer and asdict(longer),
+            "hand_over_parts_ms": {name: part.p50.value for name in PARTS if (part := self.part(mode, name))},
+            "longer_after_prefill_ms": longer and longer.as_json("difference"),
             "pushed_as": dict(sum((Counter(call.pushed_as) for call in calls), Counter())),
             "first_tokens": dict(sum((Counter(call.first_tokens) for call in calls), Counter())),
-            "plans": dict(sum((Counter(call.plans) for call in calls), Counter())),
             "problems": [problem for call in calls for problem in call.problems],
             "argv": calls[0].argv,
         }

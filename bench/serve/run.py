@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bench.provenance import unplaced
@@ -12,14 +12,12 @@ from bench.serve.background import background
 from bench.serve.driver import Driver, arguments
 from bench.serve.hand_overs import hand_overs
 from bench.serve.measured import Measured, measured
-from bench.serve.plan import TOKEN, Call, Plan, Setup, seconds_left
-from bench.serve.pushes import Pushes, figures_of_ranks
-from bench.serve.report import Lines
+from bench.serve.plan import TOKEN, Call, Plan, Setup
+from bench.serve.pushes import Pushes
 from bench.serve.results import Wrong, by_cell
-from bench.serve.scrape import BYTES, DESCRIPTORS, FIRST_TOKENS, PREFILL, TRANSFER, Meter, Tally, thread_cpu_s
+from bench.serve.scrape import FIRST_TOKENS, PREFILL, Meter
 from bench.serve.site import Site, Target, Targets
-from layerpush.apps.tracing.figures import TraceError
-from layerpush.engine.worker.thread_name import WRITER
+from layerpush.apps.tracing.figures import TraceError, figures_of
 
 
 class WrongAnswersError(Exception):
@@ -32,32 +30,29 @@ class WrongAnswersError(Exception):
 
 @dataclass
 class Run:
-    """A sweep over ``site``. ``calls`` are the finished ones."""
+    """A sweep over ``site``. ``calls`` are the finished ones. ``say`` gets a line for each of them."""
 
     plan: Plan
     site: Site
     driver: Driver
-    lines: Lines
+    say: Callable[[str], None]
     calls: list[Measured] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._done: list[tuple[Call, float]] = []
-        self._start_s: list[float] = []
         self._pushes: dict[str, Pushes] = {}
 
     def measure(self) -> None:
         """Make all calls. Raises ``WrongAnswersError``, and the errors of site and driver."""
         for setup in self.plan.setups:
-            self.lines.setup(setup, self.plan.modes, len(list(self.plan.calls(setup))))
-            began = time.monotonic()
+            calls = list(self.plan.calls(setup))
+            self.say(f"{setup}: {len(calls)} calls of vllm bench serve in {len(self.plan.modes)} modes")
             with self.site.up(setup, self.plan.modes) as targets:
                 for mode in self.plan.modes:
                     self.site.only(mode)
                     self._warm_up(setup, targets[mode])
-                    self.lines.warmed(mode)
-                self._start_s.append(time.monotonic() - began)
-                for call in self.plan.calls(setup):
-                    self._measure(call, targets)
+                    self.say(f"  {mode} warmed up")
+                for number, call in enumerate(calls, 1):
+                    self._measure(call, targets, f"{number}/{len(calls)}")
 
     def check_answers(self) -> None:
         """Compare all answers so far. Raises ``WrongAnswersError``."""
@@ -66,13 +61,14 @@ class Run:
         if wrong := [each for result in results for each in result.wrong(self.plan.right)]:
             raise WrongAnswersError(wrong)
 
-    def _measure(self, call: Call, targets: Targets) -> None:
-        began = time.monotonic()
+    def _measure(self, call: Call, targets: Targets, number: str) -> None:
         self.site.only(call.mode)
         result = self._call(call, targets[call.mode])
-        self._done.append((call, time.monotonic() - began))
         self.calls.append(result)
-        self.lines.called(call, result, self._left_s())
+        where = f"{call.cell.prompt_tokens} tokens, {call.cell.load}, round {call.round}"
+        self.say(f"  {number} {where}: {call.mode:10} first token after {statistics.median(result.ttft_ms):.0f} ms")
+        for problem in result.problems:
+            self.say(f"    {problem}")
         self.check_answers()
 
     def _warm_up(self, setup: Setup, target: Target) -> None:
@@ -88,38 +84,31 @@ class Run:
 
     def _call(self, call: Call, target: Target) -> Measured:
         requests = self.plan.prompts(call)
-        prefills = Meter(target.prefill, [PREFILL])
-        transfers = Meter(target.transfers if target.trace is None else None, [TRANSFER, BYTES, DESCRIPTORS])
-        origins = Tally(target.decode if target.mode == TOKEN else None, FIRST_TOKENS, "origin")
-        cpu_s = thread_cpu_s(target.processes(), WRITER)
+        prefills = Meter(target.prefill, PREFILL)
+        origins = Meter(target.decode if target.mode == TOKEN else None, FIRST_TOKENS)
         words = arguments(self.plan, call, target.url, self.site.model)
         with background(target.decode or "", call.cell.load.background, self.site.check):
             found = self.driver.run(words, call.key, self.site.check)
         result = measured(call, [*map(unplaced, words)], found)
-        result.add_prefills(prefills.since(requests).get(PREFILL))
-        result.add_transfers(transfers.since(requests))
-        result.first_tokens = origins.since(requests)
+        if (prefill := prefills.since(requests)).get("count"):
+            result.prefill_ms = [1e3 * prefill["sum"] / prefill["count"]]
+        result.first_tokens = {origin: int(count) for origin, count in origins.since(requests).items()}
         if target.mode in self._pushes:
             self._add_pushes(result, call, target, requests)
-        result.problems += [*prefills.problems, *transfers.problems]
-        cpu_after_s = thread_cpu_s(target.processes(), WRITER)
-        if cpu_s is not None and cpu_after_s is not None:
-            result.writer_cpu_ms = [1e3 * (cpu_after_s - cpu_s) / requests]
+        result.problems += [*prefills.problems, *origins.problems]
         return result
 
     def _add_pushes(self, result: Measured, call: Call, target: Target, requests: int) -> None:
         here = self._pushes[target.mode].new(requests)
         result.pushed_as = dict(Counter(parts[0].mode for parts in here))
-        result.plans = dict(Counter(write.plan for parts in here for push in parts for write in push.writes))
-        try:
-            figures = [figures_of_ranks(parts) for parts in here]
+        if len(here) != requests:
+            result.problems.append(f"the trace has {len(here)} pushes of {requests} requests")
+            return
+        try:  # of several ranks the slowest counts
+            result.exposed_ms = [max(figures_of(part).exposed_ms for part in parts) for parts in here]
         except TraceError as error:
             result.problems.append(str(error))
             return
-        if len(figures) != requests:
-            result.problems.append(f"the trace has {len(figures)} pushes of {requests} requests")
-            return
-        result.add_figures(figures)
         assert target.trace is not None
         one_at_a_time = call.cell.load.concurrency == 1
         found = hand_overs(target.trace, target.decode_trace, here, result.first_token_at, one_at_a_time=one_at_a_time)
@@ -127,10 +116,3 @@ class Run:
             result.add_hand_overs(found)
         else:
             result.problems.append("no hand-over: P's clock is not this machine's, or its trace lacks a time")
-
-    def _left_s(self) -> float | None:
-        """Seconds of the missing calls and of the engine starts before them."""
-        waiting = [call for setup in self.plan.setups for call in self.plan.calls(setup)][len(self._done) :]
-        starts = len(self.plan.setups) - len(self._start_s)
-        left = seconds_left(self.plan, waiting, self._done)
-        return None if left is None else left + starts * sum(self._start_s) / len(self._start_s)

@@ -17,30 +17,21 @@ from bench.servers.engines import Engine, EngineGroup, Place
 from bench.servers.interrupts import Interrupts
 from bench.servers.workspace import places_of
 
-GIB = 1 << 30
-
-
-def _nobody() -> list[int]:
-    return []
-
 
 @dataclass(frozen=True)
 class Target:
-    """``url`` gets the requests of a mode. None and an empty list stand for unavailable figures.
+    """``url`` gets the requests of a mode. None stands for unavailable figures.
 
-    ``prefill`` is the URL of P's metrics, ``transfers`` that of the side with NIXL's histograms, ``trace`` P's
-    trace_dir, ``decode_trace`` D's. ``processes`` returns the pids of P. ``decode`` is the URL of D, or of the
-    aggregated engine.
+    ``prefill`` is the URL of P, and ``decode`` that of D; both are that of the aggregated engine. ``trace`` is P's
+    trace_dir, ``decode_trace`` D's.
     """
 
     mode: str
     url: str
     prefill: str | None = None
-    transfers: str | None = None
-    trace: Path | None = None
-    processes: Callable[[], list[int]] = _nobody
-    decode_trace: Path | None = None
     decode: str | None = None
+    trace: Path | None = None
+    decode_trace: Path | None = None
 
 
 Targets = Mapping[str, Target]
@@ -94,7 +85,6 @@ class OwnSite:
             EngineGroup(logs, self._interrupts, forks=self._forks) as group,
         ):
             lineup = self._lineup(setup, places, logs / "trace")
-            self._warn(lineup.memory_bytes(modes))
             specs = lineup.engines(modes)
             for spec in specs:
                 group.preload(spec.place)
@@ -108,9 +98,7 @@ class OwnSite:
                 prefill, decode_spec = engines[lineup.prefill(mode).name], lineup.decode(mode)
                 if decode_spec is None:
                     servers[mode] = [prefill]
-                    targets[mode] = Target(
-                        mode, prefill.url, prefill.url, processes=prefill.members, decode=prefill.url
-                    )
+                    targets[mode] = Target(mode, prefill.url, prefill.url, prefill.url)
                     continue
                 decode = engines[decode_spec.name]
                 proxies[mode] = group.start(lineup.proxy(mode, prefill.url, decode.url))
@@ -119,11 +107,9 @@ class OwnSite:
                     mode,
                     proxies[mode].url,
                     prefill.url,
-                    decode.url if mode == "pull" else prefill.url,
-                    lineup.trace_dir(mode) if "trace_dir" in prefill.spec.extra_config else None,
-                    prefill.members,
-                    lineup.decode_trace_dir(mode) if "trace_dir" in decode.spec.extra_config else None,
                     decode.url,
+                    lineup.trace_dir(mode) if "trace_dir" in prefill.spec.extra_config else None,
+                    lineup.decode_trace_dir(mode) if "trace_dir" in decode.spec.extra_config else None,
                 )
             self._wait(group, list(proxies.values()))
             self._group, self._turns = group, Turns(servers)
@@ -140,25 +126,7 @@ class OwnSite:
         if self._group is not None:
             self._group.check_alive()
 
-    def _warn(self, needed: int) -> None:
-        available = available_bytes()
-        if available is not None and needed > available:
-            self._display.console.print(
-                f"[yellow]These servers need about {needed / GIB:.0f} GiB of memory, {available / GIB:.0f} GiB are "
-                "available: the system may end one. Fewer --modes or shorter --lengths need less.[/]"
-            )
-
     def _wait(self, group: EngineGroup, engines: Sequence[Engine]) -> None:
         if engines:
             with self._display.starting(engines) as on_ready:
                 group.wait_ready(engines, on_ready)
-
-
-def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Available memory; None if the system does not report it."""
-    with contextlib.suppress(OSError):
-        for line in meminfo.read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name == "MemAvailable":
-                return int(rest.split()[0]) << 10
-    return None

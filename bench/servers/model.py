@@ -1,4 +1,4 @@
-"""A small random-weight Llama on disk, the same bits for the same arguments."""
+"""A random-weight Llama on disk, the same bits for the same arguments."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 FORMAT = 1
 STAMP = "layerpush-model.json"
@@ -27,6 +28,8 @@ class ModelShape:
     vocabulary: int = 2048
     max_positions: int = 16384
     seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    rope_theta: float = 10_000.0
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -38,8 +41,8 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V that one token leaves in all layers, in float32."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * 4
+        """Bytes of K and V that one token leaves in all layers."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * {"float32": 4, "bfloat16": 2}[self.dtype]
 
     def config(self) -> dict[str, object]:
         """The ``config.json`` that Transformers and vLLM read."""
@@ -60,9 +63,9 @@ class ModelShape:
             "num_hidden_layers": self.layers,
             "num_key_value_heads": self.kv_heads,
             "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
+            "rope_theta": self.rope_theta,
             "tie_word_embeddings": False,
-            "torch_dtype": "float32",
+            "torch_dtype": self.dtype,
             "vocab_size": self.vocabulary,
         }
 
@@ -90,61 +93,52 @@ class ModelShape:
         yield "lm_head.weight", (self.vocabulary, self.hidden), fan_hidden
 
 
-def write_model(directory: Path | str, shape: ModelShape) -> Path:
+def write_model(directory: Path | str, shape: ModelShape, device: str = "cpu") -> Path:
     """Write the model to ``directory`` and return that path; an identical model already there is left alone.
 
-    There is no tokenizer: start servers with ``--skip-tokenizer-init`` and send token ids. Raises as ``write_once``.
+    There is no tokenizer: start servers with ``--skip-tokenizer-init`` and send token ids. ``device`` makes the
+    weights, and another kind of device makes others. Raises ``FileExistsError`` if ``directory`` has files, but no
+    model of ours.
     """
     target = Path(directory).resolve()
-
-    def write(folder: Path) -> None:
-        _write_weights(folder / "model.safetensors", shape)
-        (folder / "config.json").write_text(json.dumps(shape.config(), indent=1) + "\n")
-
-    write_once(target, STAMP, json.dumps({"format": FORMAT, **asdict(shape)}, sort_keys=True), write)
-    return target
-
-
-def write_once(target: Path, name: str, stamp: str, write: Callable[[Path], None]) -> bool:
-    """Make ``target`` from the files that ``write`` puts into an empty folder. False: that model is there already.
-
-    The file ``name`` of a model has its ``stamp``. Equal stamps are equal models. Raises ``FileExistsError`` if
-    ``target`` has files without a file of that name.
-    """
-    mark = target / name
-    if _text(mark) == stamp:
-        return False
-    if target.exists() and any(target.iterdir()) and not mark.is_file():
-        raise FileExistsError(f"{target} holds files, but no {name} of ours; choose another directory")
+    stamp = json.dumps({"format": FORMAT, "device": device, **asdict(shape)}, sort_keys=True)
+    if _text(target / STAMP) == stamp:
+        return target
+    if target.exists() and any(target.iterdir()) and not (target / STAMP).is_file():
+        raise FileExistsError(f"{target} holds files, but no {STAMP} of ours; choose another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
-        write(fresh)
-        (fresh / name).write_text(stamp)
+        _write_weights(fresh / "model.safetensors", shape, device)
+        (fresh / "config.json").write_text(json.dumps(shape.config(), indent=1) + "\n")
+        (fresh / STAMP).write_text(stamp)
         fresh.chmod(0o755)
         if target.exists():
             shutil.rmtree(target)
         try:
             os.replace(fresh, target)
         except OSError:
-            if _text(mark) != stamp:  # another process may have built the same model meanwhile
+            if _text(target / STAMP) != stamp:  # another process may have built the same model meanwhile
                 raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return True
+    return target
 
 
 def _text(path: Path) -> str | None:
     return path.read_text() if path.is_file() else None
 
 
-def _write_weights(path: Path, shape: ModelShape) -> None:
+def _write_weights(path: Path, shape: ModelShape, device: str) -> None:
     import torch
     from safetensors.torch import save_file
 
-    generator = torch.Generator().manual_seed(shape.seed)
-    weights = {
-        name: torch.randn(size, generator=generator) * deviation if deviation else torch.ones(size)
-        for name, size, deviation in shape.tensors()
-    }
+    generator = torch.Generator(device).manual_seed(shape.seed)
+    how: Any = {"device": device, "dtype": getattr(torch, shape.dtype)}
+
+    def weight(size: tuple[int, ...], deviation: float) -> torch.Tensor:
+        made = torch.randn(size, generator=generator, **how).mul_(deviation) if deviation else torch.ones(size, **how)
+        return made.cpu()
+
+    weights = {name: weight(size, deviation) for name, size, deviation in shape.tensors()}
     save_file(weights, path, metadata={"format": "pt"})

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 100
+SECONDS = 280
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen[str]:

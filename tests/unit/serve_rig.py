@@ -40,7 +40,6 @@ def result(ttfts_s: Sequence[float], answers: Sequence[str] | None = None, **cha
         "ttfts": list(ttfts_s),
         "start_times": [100.0 + 10.0 * number for number in range(len(ttfts_s))],
         "latencies": [each + 0.04 for each in ttfts_s],
-        "input_lens": [1024] * len(ttfts_s),
         "output_lens": [5] * len(ttfts_s),
         "generated_texts": list(answers or [f"right {number}" for number in range(len(ttfts_s))]),
     }
@@ -96,17 +95,3 @@ class StubSite:
 
     def check(self) -> None:
         pass
-
-
-@dataclass
-class Heard:
-    """Keeps the progress reports."""
-
-    left: list[float | None] = field(default_factory=list)
-
-    def setup(self, setup: Setup, modes: Sequence[str], calls: int) -> None: ...
-
-    def warmed(self, mode: str) -> None: ...
-
-    def called(self, call: Call, result: Measured, left_s: float | None) -> None:
-        self.left.append(left_s)

@@ -11,7 +11,7 @@ from bench.bootstrap import ratio_of_medians
 def test_equal_series_have_ratio_one_and_an_empty_interval():
     noisy = np.random.default_rng(1).lognormal(size=40)
     result = ratio_of_medians(noisy, noisy)
-    assert (result.ratio, result.low, result.high) == (1, 1, 1)
+    assert (result.value, result.low, result.high) == (1, 1, 1)
 
 
 def test_noise_shared_by_a_round_cancels():
@@ -25,14 +25,14 @@ def test_noise_shared_by_a_round_cancels():
 def test_the_interval_contains_the_true_ratio_about_95_times_in_100():
     generator = np.random.default_rng(3)
     hits = 0
-    for trial in range(200):
+    for _ in range(200):
         above, below = generator.normal(10, 1, 40), generator.normal(10, 1, 40)
-        result = ratio_of_medians(above, below, seed=trial, resamples=500)
+        result = ratio_of_medians(above, below)
         hits += result.low <= 1 <= result.high
     assert 180 <= hits <= 200
 
 
-@pytest.mark.parametrize(("above", "below"), [([], []), ([1, 2], [1]), ([[1]], [[1]])])
+@pytest.mark.parametrize(("above", "below"), [([], []), ([1, 2], [1])])
 def test_unpaired_series_are_refused(above: list[float], below: list[float]):
-    with pytest.raises(ValueError, match="same length"):
+    with pytest.raises(ValueError, match="same number of rounds"):
         ratio_of_medians(above, below)

@@ -109,8 +109,8 @@ def test_the_figures_derived_from_a_cell() -> None:
     assert here.bound_s == pytest.approx(0.8 + 0.2 / 160)  # the last layer of the last step is sent after the forward
     assert here.rate("layer") == pytest.approx(CASE.bytes / 0.2)
     assert here.post_share("layer") == pytest.approx(0.25)
-    assert here.slowdown("layer").ratio == pytest.approx(1.0)
-    assert here.exposed_ratio("layer", "request").ratio == pytest.approx(0.01)
+    assert here.slowdown("layer").value == pytest.approx(1.0)
+    assert here.exposed_ratio("layer", "request").value == pytest.approx(0.01)
     assert here.exposed_limit == pytest.approx(2 / 80)
     assert here.misses == []
 

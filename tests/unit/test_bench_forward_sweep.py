@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -17,20 +15,15 @@ from bench.forward.orders import WrongBytesError
 from bench.forward.processes import PairError
 from bench.forward.settings import Settings
 from bench.forward.sweep import sweep
-from bench.unfinished import Unfinished
-
-
-class Case:
-    weight = 1
 
 
 class Pair:
-    """Answers with the order's number, and keeps the file's cells before each answer."""
+    """Answers with the order's number."""
 
     about: Mapping[str, object] = {"ucx": "1.23"}
 
-    def __init__(self, failure: Exception | None, path: Path) -> None:
-        self.failure, self.path, self.seen = failure, path, list[Any]()
+    def __init__(self, failure: Exception) -> None:
+        self.failure = failure
 
     def __enter__(self) -> Pair:
         return self
@@ -38,52 +31,27 @@ class Pair:
     def __exit__(self, *_: object) -> None: ...
 
     def ask(self, order: int) -> int:
-        self.seen.append(json.loads(self.path.read_text())["cells"] if self.path.exists() else None)
-        if order == 2 and self.failure is not None:
+        if order == 2:
             raise self.failure
         return order
 
 
-@contextmanager
+@contextlib.contextmanager
 def no_wire(*_: object) -> Iterator[object]:
     yield None
 
 
-def run(tmp_path: Path, failure: Exception | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Pair, Unfinished]:
-    def body(answers: Sequence[Any], about: Mapping[str, object]) -> dict[str, object]:
-        return {"about": about, "cells": list(answers)}
-
-    unfinished = Unfinished(tmp_path / "forward.json", body)
-    assert unfinished.path is not None
-    pair = Pair(failure, unfinished.path)
-    monkeypatch.setattr(sweeping, "Pair", lambda *_: pair)
-    orders: Any = [("shm", Case(), number) for number in range(3)]
-    sweep(Console(quiet=True), no_wire, orders, Settings(), str, unfinished)
-    return pair, unfinished
-
-
-def test_figures_are_saved_from_the_first_case_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, unfinished = run(tmp_path, None, monkeypatch)
-    assert pair.seen == [None, [0], [0, 1]]
-    assert [each.name for each in tmp_path.iterdir()] == ["forward.unfinished.json"]
-    unfinished.remove()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_failed_run_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(typer.Exit):
-        run(tmp_path, PairError("a process has ended"), monkeypatch)
-    left = json.loads((tmp_path / "forward.unfinished.json").read_text())
-    assert left == {"about": {"shm": {"ucx": "1.23"}}, "cells": [0, 1]}
-
-
-def test_a_wrong_byte_leaves_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(typer.Exit):
-        run(tmp_path, WrongBytesError("a byte"), monkeypatch)
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_a_file_no_figures_are_saved() -> None:
-    unfinished = Unfinished(None, lambda *_: {})
-    unfinished.keep([1], {})
-    unfinished.remove()
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [(PairError("a process has ended"), typer.Exit), (WrongBytesError("a byte"), WrongBytesError)],
+)
+def test_each_case_is_kept_once_it_is_measured(
+    failure: Exception, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeping, "Pair", lambda *_: Pair(failure))
+    monkeypatch.setattr(sweeping, "wire_of", no_wire)
+    kept: list[Any] = []
+    orders: Any = [("shm", number) for number in range(3)]
+    with pytest.raises(raised):
+        sweep(Console(quiet=True), orders, Settings(), lambda answers, about: kept.append((list(answers), dict(about))))
+    assert kept == [(list(range(number)), {"shm": {"ucx": "1.23"}}) for number in (1, 2)]

@@ -10,17 +10,19 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from bench.gpu import __main__ as command
-from bench.gpu import host
+from bench.gpu import host, model
 from bench.gpu.hooks import problems
-from bench.gpu.model import LLAMA_8B, config_of, write_model
+from bench.gpu.model import LLAMA_8B
 from bench.gpu.parts import (
     KV_BYTES_PER_TOKEN,
     MIB,
@@ -35,7 +37,6 @@ from bench.gpu.parts import (
     steps_of,
 )
 from bench.gpu.running import Ending, Ran, Runner
-from bench.servers.model import ModelShape
 from bench.servers.processes import is_running
 from layerpush.telemetry.trace_records import ChunkRecord, PushRecord
 from tests.docblocks import Command
@@ -158,7 +159,7 @@ def test_a_gpu_that_is_too_small_is_refused() -> None:
 
 
 def test_the_constants_match_the_model() -> None:
-    assert LLAMA_8B.kv_bytes_per_token // 2 == KV_BYTES_PER_TOKEN, "bf16 instead of float32"
+    assert LLAMA_8B.kv_bytes_per_token == KV_BYTES_PER_TOKEN
     weights = sum(2 * torch.Size(size).numel() for _, size, _ in LLAMA_8B.tensors())
     assert 0.99 * MODEL_BYTES < weights <= MODEL_BYTES
 
@@ -462,39 +463,18 @@ def test_vllm_finds_the_plugin_even_if_layerpush_is_not_installed(tmp_path: Path
     assert callable(point.load())
 
 
-SMALL = ModelShape(
-    layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=48, vocabulary=64, max_positions=128
-)
-
-
-def test_the_model_is_written_once_and_its_weights_are_reproducible(tmp_path: Path) -> None:
-    from safetensors import safe_open
-
-    assert write_model(tmp_path / "a", SMALL, torch.device("cpu"))
-    assert not write_model(tmp_path / "a", SMALL, torch.device("cpu"))
-    assert write_model(tmp_path / "b", SMALL, torch.device("cpu"))
-    config = json.loads((tmp_path / "a/config.json").read_text())
-    assert config["torch_dtype"] == "bfloat16"
-    assert (tmp_path / "a/tokenizer.json").exists()
-    assert config == json.loads(json.dumps(config_of(SMALL)))
-    index = json.loads((tmp_path / "a/model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == {name for name, _, _ in SMALL.tensors()}
-    assert len(set(index["weight_map"].values())) == SMALL.layers + 3
-    for name, size, deviation in SMALL.tensors():
-        file = index["weight_map"][name]
-        with safe_open(tmp_path / "a" / file, "pt") as one, safe_open(tmp_path / "b" / file, "pt") as other:
-            weight = one.get_tensor(name)
-            assert weight.dtype == torch.bfloat16
-            assert tuple(weight.shape) == size
-            assert torch.equal(weight, other.get_tensor(name))
-            assert bool((weight == 1).all()) == (deviation == 0)
-
-
-def test_a_folder_with_other_files_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError):
-        write_model(tmp_path, SMALL, torch.device("cpu"))
-    assert (tmp_path / "notes.txt").exists()
+def test_the_model_has_a_tokenizer_and_bf16_weights(tmp_path: Path) -> None:
+    small = replace(LLAMA_8B, layers=1, hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=48, vocabulary=64)
+    with mock.patch.object(model, "LLAMA_8B", small):
+        for _ in range(2):  # the second one finds the model
+            done = CliRunner().invoke(model.app, ["--out", str(tmp_path / "model")])
+            assert done.exit_code == 0, done.output
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    assert (config["torch_dtype"], config["rope_theta"]) == ("bfloat16", 500_000.0)
+    assert (tmp_path / "model/tokenizer.json").exists()
+    assert {weight.dtype for weight in load_file(tmp_path / "model/model.safetensors").values()} == {torch.bfloat16}
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert CliRunner().invoke(model.app, ["--out", str(tmp_path)]).exit_code == 2
 
 
 def test_help_explains_the_parts_and_the_options() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
-import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,39 +12,25 @@ import msgspec
 import pytest
 
 from bench.serve.background import TOKENS as BACKGROUND_TOKENS
-from bench.serve.lineup import Lineup, Model, longest_prompt
-from bench.serve.plan import AGGREGATED, MODES, TOKEN
+from bench.serve.engine_options import EngineOptions, Model
+from bench.serve.lineup import Lineup
+from bench.serve.plan import AGGREGATED, MODES, TOKEN, Load
 from bench.serve.pushes import Pushes
-from bench.serve.scrape import (
-    BYTES,
-    DESCRIPTORS,
-    FIRST_TOKENS,
-    PREFILL,
-    TRANSFER,
-    Histogram,
-    Meter,
-    Tally,
-    thread_cpu_s,
-)
+from bench.serve.scrape import FIRST_TOKENS, PREFILL, Meter
 from bench.servers.engines import Place
-from layerpush.engine.worker.thread_name import name_this_thread
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
-from tests.unit.serve_rig import call
+from tests.unit.serve_rig import plan
 
 MODEL = Model(Path("/models/demo"), Path("/models/words"), 32768, 1000)
 EVERY = list(MODES)
 
 
-def lineup(**changes: object) -> Lineup:
-    usual: dict[str, object] = {
-        "model": MODEL,
-        "prompt_tokens": 4096,
-        "answer_tokens": 16,
-        "streams": 1,
-        "step_tokens": 256,
-        "trace_root": Path("/work/trace"),
-    }
-    return Lineup(**usual | changes)  # type: ignore[arg-type]
+def lineup(
+    load: Load | None = None, tokens: int = 4096, model: Model = MODEL, place: Place | None = None, **options: object
+) -> Lineup:
+    this = plan(lengths=[tokens], answer_tokens=16, loads=[load or Load()])
+    places = (place,) if place else ()
+    return Lineup(model, this, EngineOptions(**options), 256, Path("/work/trace"), *places)  # type: ignore[arg-type]
 
 
 def test_layerpush_modes_share_one_d_and_stock_modes_have_their_own() -> None:
@@ -94,19 +78,19 @@ def test_each_mode_has_its_connector() -> None:
 
 
 def test_engines_have_room_for_all_streams_and_one_more() -> None:
-    one, eight = lineup(), lineup(streams=8)
+    one, eight = lineup(), lineup(Load(8))
     assert one.max_model_len == 4192  # whole blocks
     assert one.kv_cache_bytes == (2 * 4192 + 128) * 1000
     assert eight.kv_cache_bytes == (9 * 4192 + 128) * 1000
     assert "12" not in eight.prefill("layer").command(1)
-    assert lineup(background=4).kv_cache_bytes == (2 * 4192 + 128 + 4 * BACKGROUND_TOKENS) * 1000
-    longest = lineup(prompt_tokens=longest_prompt(32768, 16))
+    assert lineup(Load(1, background=4)).kv_cache_bytes == (2 * 4192 + 128 + 4 * BACKGROUND_TOKENS) * 1000
+    longest = lineup(tokens=EngineOptions().longest_prompt(16))
     assert longest.max_model_len == 32768
 
 
 def test_engines_get_their_arguments_environment_and_place() -> None:
     place = Place(host="10.76.0.1", http_host="10.77.0.2", device="lpd", command_prefix=("ip", "netns", "exec", "p"))
-    this = lineup(options=("--dtype", "bfloat16"), variables={"UCX_TLS": "cuda_ipc"}, prefill_place=place)
+    this = lineup(options=("--dtype", "bfloat16"), variables={"UCX_TLS": "cuda_ipc"}, place=place)
     spec = this.prefill("layer")
     command = spec.command(18100)
     assert command[:4] == ["ip", "netns", "exec", "p"]
@@ -114,9 +98,9 @@ def test_engines_get_their_arguments_environment_and_place() -> None:
     assert command[command.index("--tokenizer") + 1] == "/models/words"
     assert "--skip-tokenizer-init" not in command
     assert command[-2:] == ["--dtype", "bfloat16"]  # after our options, so the user's win
-    many = lineup(streams=12, options=("--max-num-seqs", "99"))
+    many = lineup(Load(12), options=("--max-num-seqs", "99"))
     assert many.prefill("layer").command(1)[-4:] == ["--max-num-seqs", "12", "--max-num-seqs", "99"]
-    assert lineup(streams=8, background=4).prefill("layer").command(1)[-2:] == ["--max-num-seqs", "12"]
+    assert lineup(Load(8, background=4)).prefill("layer").command(1)[-2:] == ["--max-num-seqs", "12"]
     assert spec.environment(5600)["UCX_TLS"] == "cuda_ipc"
     assert this.prefill(AGGREGATED).place == this.proxy("layer", "http://p", "http://d").place == Place()
 
@@ -170,16 +154,18 @@ def metrics(total: float, count: int) -> str:
 def test_the_meter_waits_for_late_observations() -> None:
     looks = iter([metrics(1.0, 1), metrics(1.0, 1), metrics(4.0, 2), metrics(7.0, 3)])
     with served(lambda: next(looks)) as url:
-        meter = Meter(url, [PREFILL], patience_s=60)
-        assert meter.since(2) == {PREFILL: Histogram(6.0, 2)}
+        meter = Meter(url, PREFILL, patience_s=60)
+        assert meter.since(2) == {"sum": 6.0, "count": 2}
     assert meter.problems == []
 
 
 def test_the_meter_reports_missing_observations() -> None:
     with served(lambda: metrics(1.0, 1)) as url:
-        meter = Meter(url, [PREFILL], patience_s=0)
-        assert meter.since(2)[PREFILL].mean is None
+        meter = Meter(url, PREFILL, patience_s=0)
+        assert meter.since(2)["count"] == 0
     assert meter.problems == [f"{url}/metrics counts 0 of 2 {PREFILL}"]
+    assert meter.since(1) == {}, "the server is gone"
+    assert "refused" in meter.problems[-1]
 
 
 def first_tokens(prefill: int, late: int) -> str:
@@ -190,45 +176,8 @@ def first_tokens(prefill: int, late: int) -> str:
 def test_first_tokens_are_counted_by_origin_once_all_are_reported() -> None:
     looks = iter([first_tokens(5, 1), first_tokens(6, 1), first_tokens(7, 2)])
     with served(lambda: next(looks)) as url:
-        assert Tally(url, FIRST_TOKENS, "origin", patience_s=60).since(3) == {"prefill": 2, "late": 1}
-    with served(lambda: first_tokens(5, 1)) as url:
-        assert Tally(url, FIRST_TOKENS, "origin", patience_s=0).since(3) == {}
-    assert Tally(None, FIRST_TOKENS, "origin").since(3) == {}
-
-
-def test_engine_histograms_become_figures_per_request() -> None:
-    this = call("push", 0, [0.5, 0.5])
-    this.add_prefills(None)
-    this.add_transfers({})
-    assert (this.prefill_ms, this.transfer_ms) == (None, None)
-    this.add_prefills(Histogram(0.8, 2))
-    this.add_transfers({TRANSFER: Histogram(0.1, 2), BYTES: Histogram(4096.0, 2), DESCRIPTORS: Histogram(64.0, 2)})
-    assert this.prefill_ms == [400.0]
-    assert (this.transfer_ms, this.writes, this.descriptors, this.bytes) == ([50.0], [1.0], [32.0], [2048.0])
-
-
-def test_the_cpu_time_of_a_thread_is_found_by_name() -> None:
-    busy, done = threading.Event(), threading.Event()
-
-    def work() -> None:
-        name_this_thread("unit-writer")
-        while time.thread_time() < 0.05:
-            pass
-        busy.set()
-        done.wait()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    busy.wait()
-    try:
-        used = thread_cpu_s([os.getpid()], "unit-writer")
-        assert used is not None
-        assert 0.02 < used < 60
-        assert thread_cpu_s([os.getpid()], "nobody") is None
-        assert thread_cpu_s([1 << 22], "unit-writer") is None  # no such process
-    finally:
-        done.set()
-        thread.join()
+        assert Meter(url, FIRST_TOKENS, patience_s=60).since(3) == {"prefill": 2, "late": 1}
+    assert Meter(None, FIRST_TOKENS).since(3) == {}
 
 
 def push(request: str, rank: int = 0, landed: float = 2.0) -> PushRecord:
