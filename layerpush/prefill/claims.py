@@ -48,7 +48,7 @@ from layerpush.transport.connections import Connections, Probe
 logger = logging.getLogger(f"vllm.{__name__}")
 
 PROBES = 5
-LOOK_EVERY_S = 0.25
+POLL_EVERY_S = 0.25
 QUEUED_EVERY_S = 1.0
 NAMED_CHARS = 256
 """``Queued`` leaves out longer names, to stay small."""
@@ -91,7 +91,7 @@ class Claims:
         self._prompts = PromptRequests(self._pairing.keys_of)
         self._arrived: deque[Sequence[Arrived]] = deque()
         self._steps, self._unknown_timeout_s = steps, unknown_timeout_s
-        self._look_at = self._queued_at = 0.0
+        self._poll_at = self._queued_at = 0.0
         self.short_of_blocks = False
         """Whether the engine's queue waits for free blocks. The main thread sets it."""
         self._prompt_waits = False
@@ -251,7 +251,7 @@ class Claims:
 
     def next_due(self, _now: float) -> float | None:
         """When ``tick`` looks at claims that wait; None: when one comes. It forgets old entries at any later time."""
-        times = [self._look_at] if self.pending else []
+        times = [self._poll_at] if self.pending else []
         return min([*times, self._queued_at] if self.short_of_blocks else times, default=None)
 
     def tick(self, now: float) -> None:
@@ -265,10 +265,10 @@ class Claims:
     def _time_out(self, now: float) -> None:
         begun, running = self._steps()
         self._take_arrivals(now)
-        self._prompts.look(begun, running, now)
-        if not self.pending or now < self._look_at:
+        self._prompts.count_steps(begun, running, now)
+        if not self.pending or now < self._poll_at:
             return
-        self._look_at = now + LOOK_EVERY_S
+        self._poll_at = now + POLL_EVERY_S
         self._time_out_older(self._unknown_timeout_s, lambda named: not self._is_here(named), NO_REQUEST, now)
         prompts = {claim.key for prompt in self._prompts for claim in self._claims.waiting_with(prompt)}
         self._time_out_older(

@@ -124,7 +124,7 @@ class PromptRequests:
 
     # Whether a request that is not here may still come.
 
-    def look(self, begun: int, running: bool, now: float) -> None:
+    def count_steps(self, begun: int, running: bool, now: float) -> None:
         """Note the number of steps that have begun, and whether the last one runs. Call it often, after ``came``."""
         for _ in range(min(begun - self._begun, 2)):
             self._last_two.append(now)

@@ -269,7 +269,7 @@ class Push:
         """Make progress on each WRITE, and fail if one is overdue. Raises errors that a transport must not raise."""
         for transfer in list(self.transfers):
             if self.session.failure is not None:
-                transfer.halt()
+                transfer.cancel_unposted()
             error: TransportError | None = None
             try:
                 state = transfer.poll()
@@ -440,7 +440,7 @@ class Push:
                 self.written.add(record)
             if error is None:
                 services.meter.landed(record, record.plan, whole=whole)
-            elif not transfer.halted:
+            elif not transfer.is_cancelled:
                 services.meter.lost()
             services.writes.release(transfer)
         except Exception as defect:  # the session must know of the end, or the push would drain for ever

@@ -129,9 +129,9 @@ class Pushes:
         self._poll()
         step = {push.request_id for push, _ in self._step}
         self._schedule.decide(self._pushes.streaming.values(), step, len(self._step_layers), time.perf_counter())
-        looked_at = self._held | self._pushes.take_eventful()
+        eventful = self._held | self._pushes.take_eventful()
         self._held = {}
-        for push in looked_at.values():
+        for push in eventful.values():
             if push.session.state is State.STREAMING:
                 wait = push.request_id in step and self._schedule.waits(push)
                 push.post_ready(wait=wait)

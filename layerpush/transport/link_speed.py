@@ -136,10 +136,10 @@ class LinkSpeed:
         since, due = self._oldest
         if halfway and since + due > now:
             return 0.5 * (now + since + due)
-        look = since + 0.5 * due
-        while since < look <= now:
-            look = since + 2 * (look - since)
-        return look
+        poll = since + 0.5 * due
+        while since < poll <= now:
+            poll = since + 2 * (poll - since)
+        return poll
 
     @property
     def _oldest(self) -> tuple[float, float]:

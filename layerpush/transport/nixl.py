@@ -17,11 +17,11 @@ NIXL does not promise:
 - An end. To a stopped process, or over a cut link, a WRITE stays ``PROC`` for minutes: callers have deadlines.
 - Cancellation. ``release_xfer_handle`` returns at once. The bytes still land, as the source then has them.
 - The end of a WRITE that failed. While the connection lives, UCX may still send parts of it, even after the handle was
-  released and the peer removed. So ``poll`` returns ``PENDING`` until a *fence* has landed: one descriptor of the
-  WRITE, written once more to the same place. NIXL ends each WRITE with a flush of its UCX endpoint, which covers all
+  released and the peer removed. So ``poll`` returns ``PENDING`` until a *confirmation* has landed: one descriptor of
+  the WRITE, written once more to the same place. NIXL ends each WRITE with a flush of its UCX endpoint, which covers all
   earlier posts there. A thread has one endpoint for each peer, but NIXL spreads a WRITE of ``SPLIT_AT`` descriptors or
-  more over several. No fence covers such a WRITE: it ends with its peer. Other backends flush nothing, so there is no
-  fence at all (``split_at`` 0).
+  more over several. No confirmation covers such a WRITE: it ends with its peer. Other backends flush nothing, so there
+  is no confirmation at all (``split_at`` 0).
 - Safe handles. Polling a released handle crashes NIXL. A handle that is garbage-collected is released on whichever
   thread drops it. So ``NixlTransport`` keeps each handle from post to release.
 """
@@ -44,7 +44,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 SPLIT_AT = 1024
 """Number of descriptors from which on NIXL spreads a WRITE over its pool's threads; each has its own endpoint."""
-FENCE_RETRY_S = 1.0
+CONFIRM_RETRY_S = 1.0
 MET_KEPT = 256
 
 _STATES = {"DONE": WriteState.LANDED, "PROC": WriteState.PENDING}
@@ -61,12 +61,12 @@ class _PostedWrite:
 
 
 @dataclass(slots=True)
-class _Torn:
-    """A WRITE that failed while parts of it may be on the wire. ``due``: the earliest time of its next fence."""
+class _FailedWrite:
+    """A WRITE that failed while parts of it may be on the wire. ``due``: the earliest time of its next confirmation."""
 
     failure: TransportError
     posted: _PostedWrite
-    fence: Any = None
+    confirmation: Any = None
     due: float = 0.0
     over: bool = False
 
@@ -120,7 +120,7 @@ class NixlTransport:
         self._split_at = split_at
         self._errors = _errors_of(agent)
         self._live: dict[Any, _PostedWrite] = {}
-        self._torn: dict[Any, _Torn] = {}
+        self._failed: dict[Any, _FailedWrite] = {}
         self._met: set[bytes] = set()
 
     def post_write(
@@ -135,7 +135,7 @@ class NixlTransport:
             raise failure
         self._live[handle] = posted
         if failure is not None:
-            self._torn[handle] = _Torn(failure, posted)
+            self._failed[handle] = _FailedWrite(failure, posted)
         result: WriteHandle = handle
         return result
 
@@ -150,21 +150,21 @@ class NixlTransport:
         route = Route(agent, remote_rank, local, remote)
         posted = self._live[handle] = _PostedWrite(route, local_ids[:1].copy(), remote_ids[:1].copy(), len(local_ids))
         if post.failure is not None:
-            self._torn[handle] = _Torn(post.failure, posted)
+            self._failed[handle] = _FailedWrite(post.failure, posted)
 
     def poll(self, handle: WriteHandle) -> WriteState:
         """Make progress on a WRITE. Raises ``TransportError`` with the reason when it has failed and is over."""
         self._require_live(handle)
-        if handle not in self._torn:
+        if handle not in self._failed:
             state = self._poll_once(handle)
             if isinstance(state, WriteState):
                 return state
-            self._torn[handle] = _Torn(state, self._live[handle])
-        torn = self._torn[handle]
-        torn.over = torn.over or isinstance(torn.failure, PeerLostError) or self._is_fenced(torn)
-        if not torn.over:
+            self._failed[handle] = _FailedWrite(state, self._live[handle])
+        failed = self._failed[handle]
+        failed.over = failed.over or isinstance(failed.failure, PeerLostError) or self._is_over(failed)
+        if not failed.over:
             return WriteState.PENDING
-        raise torn.failure
+        raise failed.failure
 
     def release(self, handle: WriteHandle) -> None:
         """Forget a WRITE; necessary after ``PeerLostError``, too."""
@@ -232,38 +232,38 @@ class NixlTransport:
             return _translated(error, "a WRITE was cut off")
         return _STATES.get(state) or TransportError("a WRITE ended in an error")
 
-    def _is_fenced(self, torn: _Torn) -> bool:
-        """Whether nothing of a torn WRITE can land any more. Raises ``PeerLostError`` when its connection is gone."""
-        if not self._split_at or (torn.fence is None and time.perf_counter() < torn.due):
+    def _is_over(self, failed: _FailedWrite) -> bool:
+        """Whether nothing of a failed WRITE can land any more. Raises ``PeerLostError`` when its connection is gone."""
+        if not self._split_at or (failed.confirmation is None and time.perf_counter() < failed.due):
             return False
-        state = self._post_fence(torn) if torn.fence is None else self._poll_once(torn.fence)
+        state = self._post_confirmation(failed) if failed.confirmation is None else self._poll_once(failed.confirmation)
         if state is WriteState.PENDING:
             return False
-        if torn.fence is not None:
-            self._abandon(torn.fence)
-            torn.fence = None
+        if failed.confirmation is not None:
+            self._abandon(failed.confirmation)
+            failed.confirmation = None
         if isinstance(state, PeerLostError):
             raise state
-        torn.due = time.perf_counter() + FENCE_RETRY_S
-        return state is WriteState.LANDED and torn.posted.descriptors < self._split_at
+        failed.due = time.perf_counter() + CONFIRM_RETRY_S
+        return state is WriteState.LANDED and failed.posted.descriptors < self._split_at
 
-    def _post_fence(self, torn: _Torn) -> WriteState | TransportError:
-        route = torn.posted.route
+    def _post_confirmation(self, failed: _FailedWrite) -> WriteState | TransportError:
+        route = failed.posted.route
         try:
-            torn.fence = self._prepare(route, torn.posted.local, torn.posted.remote)
+            failed.confirmation = self._prepare(route, failed.posted.local, failed.posted.remote)
         except TransportError as error:
             return error
-        failure = _start(self._agent, self._errors, torn.fence, f"cannot post a fence to {route.agent}")
+        failure = _start(self._agent, self._errors, failed.confirmation, f"cannot post a confirmation to {route.agent}")
         return failure or WriteState.PENDING
 
     def _forget(self, handle: Any) -> None:
         del self._live[handle]
-        torn = self._torn.pop(handle, None)
-        if torn is not None and torn.fence is not None:
-            self._abandon(torn.fence)
+        failed = self._failed.pop(handle, None)
+        if failed is not None and failed.confirmation is not None:
+            self._abandon(failed.confirmation)
 
     def _abandon(self, handle: Any) -> None:
-        """Release the handle of a WRITE that has no caller: a fence, or one whose post failed."""
+        """Release the handle of a WRITE that has no caller: a confirmation, or one whose post failed."""
         try:
             self._agent.release_xfer_handle(handle)
         except self._errors as error:

@@ -21,8 +21,8 @@ class Transfer:
     record: WriteRecord
     handle: WriteHandle | None
     write: int = WHOLE.id
-    halted: bool = False
-    """Whether ``halt`` came in time: its end is no failure then."""
+    is_cancelled: bool = False
+    """Whether it was cancelled in time: its end is no failure then."""
 
     @property
     def on_wire_at(self) -> float:
@@ -33,7 +33,7 @@ class Transfer:
         """Make progress. Raises ``TransportError`` with the reason when it has failed."""
         return self.transport.poll(self.handle)
 
-    def halt(self) -> None:
+    def cancel_unposted(self) -> None:
         """The push has ended: a WRITE that is not on the wire yet will not be posted."""
 
     def release(self) -> None:

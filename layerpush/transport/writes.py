@@ -7,7 +7,7 @@ A push owns its transfers. It polls each until it has landed or failed, and then
 ``Writes`` keeps only the transfers whose release failed, and tries again.
 
 A ``Transfer`` goes straight from cache to cache. A ``StagedWrite`` (``transport.gather.gatherer``) is a transfer that
-goes through staging memory. Both have ``poll``, ``halt`` and ``release``: a push treats them alike.
+goes through staging memory. Both have ``poll``, ``cancel_unposted`` and ``release``: a push treats them alike.
 
 A worker with staging memory has a ``PackingStrategy``. It decides whether a WRITE is staged. It never makes a WRITE
 wait.
@@ -15,7 +15,7 @@ wait.
 Rules:
 
 - A transfer's memory, on both sides, is in use until ``poll`` has returned ``LANDED`` or has raised ``TransportError``.
-  Nothing else ends a WRITE: neither ``halt`` nor ``release`` is a cancel.
+  Nothing else ends a WRITE: neither ``cancel_unposted`` nor ``release`` is a cancel.
 - ``release`` comes after that, once. Only a shutdown that has waited long enough releases earlier.
 - A transfer moves on when it is polled. One that is staged does nothing in between (``needs_polling``).
 """

@@ -18,7 +18,7 @@ from layerpush.core.wire import Acknowledged, Landed, encode
 from layerpush.transport.acknowledged import AcknowledgedTransport
 from layerpush.transport.base import PeerLostError, Route, TransportError, WriteHandle, WriteState
 from layerpush.transport.locked import LockedAgent
-from layerpush.transport.nixl import FENCE_RETRY_S, SPLIT_AT, NixlTransport, NotedPost
+from layerpush.transport.nixl import CONFIRM_RETRY_S, SPLIT_AT, NixlTransport, NotedPost
 
 ROUTE = Route("D", 0, "local", "remote")
 IDS = np.zeros(1, np.int32)
@@ -206,7 +206,7 @@ def test_states_of_a_write() -> None:
     assert len(agent.prepared) == 1
 
 
-# A WRITE that failed is not over before a fence has landed: NIXL posts descriptor by descriptor.
+# A WRITE that failed is not over before a confirmation has landed: NIXL posts descriptor by descriptor.
 
 
 @pytest.fixture
@@ -226,10 +226,10 @@ TEARS: dict[str, dict[str, Exception | str]] = {
 }
 
 
-def torn(
+def failing(
     agent: ScriptedAgent, tear: str = "a check says so", script: Mapping[str, Exception | str] | None = None
 ) -> NixlTransport:
-    """The transport of an agent whose first WRITE fails; its fence, the second one, waits unless it is scripted."""
+    """The transport of an agent whose first WRITE fails; its confirmation, the second one, waits unless it is scripted."""
     agent.failures = {"check 1": "PROC", **TEARS[tear], **(script or {})}
     return NixlTransport(agent)
 
@@ -243,15 +243,15 @@ def over(transport: NixlTransport, handle: WriteHandle) -> str:
 
 
 @pytest.mark.parametrize("tear", TEARS)
-def test_a_failed_write_is_over_after_its_fence_has_landed(tear: str, clock: SimpleNamespace) -> None:
+def test_a_failed_write_is_over_after_its_confirmation_has_landed(tear: str, clock: SimpleNamespace) -> None:
     agent = ScriptedAgent()
-    transport = torn(agent, tear)
+    transport = failing(agent, tear)
     ours, theirs = OURS.copy(), THEIRS.copy()
     handle = transport.post_write(ROUTE, ours, theirs)
     ours[:] = theirs[:] = 99  # the caller may change them
     for _ in range(3):
         assert transport.poll(handle) is WriteState.PENDING
-        clock.now += FENCE_RETRY_S
+        clock.now += CONFIRM_RETRY_S
     assert agent.prepared == [("local", [7, 8, 9, 10], "remote", [20, 21, 22, 23]), ("local", [7], "remote", [20])]
     assert agent.released == []
 
@@ -265,7 +265,7 @@ def test_a_failed_write_is_over_after_its_fence_has_landed(tear: str, clock: Sim
 
 
 @pytest.mark.parametrize(
-    ("fence", "prepared"),
+    ("confirmation", "prepared"),
     [
         ({"make 1": nixlBackendError("NO")}, False),
         ({"transfer 1": nixlBackendError("NO")}, True),
@@ -275,22 +275,22 @@ def test_a_failed_write_is_over_after_its_fence_has_landed(tear: str, clock: Sim
     ],
     ids=["not prepared", "the post raises", "the post says so", "it ends in an error", "its check raises"],
 )
-def test_a_failed_fence_is_retried_after_a_pause(
-    fence: dict[str, Exception | str], prepared: bool, clock: SimpleNamespace
+def test_a_failed_confirmation_is_retried_after_a_pause(
+    confirmation: dict[str, Exception | str], prepared: bool, clock: SimpleNamespace
 ) -> None:
     agent = ScriptedAgent()
-    transport = torn(agent, script=fence)
+    transport = failing(agent, script=confirmation)
     handle = transport.post_write(ROUTE, OURS, THEIRS)
     for _ in range(4):
         assert transport.poll(handle) is WriteState.PENDING
-        clock.now += FENCE_RETRY_S / 8
+        clock.now += CONFIRM_RETRY_S / 8
     assert len(agent.prepared) == 1 + prepared
-    assert agent.released == [1] * prepared, "a failed fence is released at once"
+    assert agent.released == [1] * prepared, "a failed confirmation is released at once"
     agent.failures = {"check 0": "ERR"}
-    clock.now += FENCE_RETRY_S / 4
+    clock.now += CONFIRM_RETRY_S / 4
     assert transport.poll(handle) is WriteState.PENDING
     assert len(agent.prepared) == 1 + prepared, "too early"
-    clock.now += FENCE_RETRY_S / 2
+    clock.now += CONFIRM_RETRY_S / 2
     assert transport.poll(handle) is WriteState.PENDING
     assert agent.prepared[-1] == ("local", [7], "remote", [20])
     assert len(agent.prepared) == 2 + prepared
@@ -298,9 +298,9 @@ def test_a_failed_fence_is_retried_after_a_pause(
 
 
 @pytest.mark.parametrize("step", ["make 1", "transfer 1", "check 1"])
-def test_a_fence_with_a_disconnect_ends_the_write(step: str, clock: SimpleNamespace) -> None:
+def test_a_confirmation_with_a_disconnect_ends_the_write(step: str, clock: SimpleNamespace) -> None:
     agent = ScriptedAgent()
-    transport = torn(agent, script={step: nixlRemoteDisconnectError("GONE")})
+    transport = failing(agent, script={step: nixlRemoteDisconnectError("GONE")})
     handle = transport.post_write(ROUTE, OURS, THEIRS)
     assert step != "check 1" or transport.poll(handle) is WriteState.PENDING
     with pytest.raises(PeerLostError, match="GONE"):
@@ -310,7 +310,7 @@ def test_a_fence_with_a_disconnect_ends_the_write(step: str, clock: SimpleNamesp
 
 
 @pytest.mark.parametrize(
-    ("split_at", "count", "fenced"),
+    ("split_at", "count", "confirmed"),
     [
         (None, SPLIT_AT - 1, True),
         (None, SPLIT_AT, False),
@@ -319,54 +319,54 @@ def test_a_fence_with_a_disconnect_ends_the_write(step: str, clock: SimpleNamesp
         (math.inf, 3 * SPLIT_AT, True),
     ],
 )
-def test_no_fence_covers_a_write_over_several_endpoints(
-    split_at: float | None, count: int, fenced: bool, clock: SimpleNamespace
+def test_no_confirmation_covers_a_write_over_several_endpoints(
+    split_at: float | None, count: int, confirmed: bool, clock: SimpleNamespace
 ) -> None:
-    """A fence goes by one endpoint only, so such a WRITE ends with its peer."""
+    """A confirmation goes by one endpoint only, so such a WRITE ends with its peer."""
     agent = ScriptedAgent(**{"check 0": "ERR"})
     transport = NixlTransport(agent) if split_at is None else NixlTransport(agent, split_at)
     ids = np.arange(count, dtype=np.int32)
     handle = transport.post_write(ROUTE, ids, ids)
     assert transport.poll(handle) is WriteState.PENDING
-    if fenced:
+    if confirmed:
         assert over(transport, handle)
         return
     for _ in range(20):
         assert transport.poll(handle) is WriteState.PENDING
-        clock.now += FENCE_RETRY_S / 2
-    assert 5 <= len(agent.posted) <= 12, "fences show now and then whether the peer lives"
-    assert len(agent.posted) - 2 <= len(agent.released), "each fence is released before the next"
+        clock.now += CONFIRM_RETRY_S / 2
+    assert 5 <= len(agent.posted) <= 12, "confirmations show now and then whether the peer lives"
+    assert len(agent.posted) - 2 <= len(agent.released), "each confirmation is released before the next"
     agent.failures = {"check": nixlRemoteDisconnectError("GONE"), "make": nixlRemoteDisconnectError("GONE")}
-    clock.now += FENCE_RETRY_S
+    clock.now += CONFIRM_RETRY_S
     with pytest.raises(PeerLostError):
         transport.poll(handle)
 
 
-def test_without_a_flush_there_is_no_fence(clock: SimpleNamespace) -> None:
+def test_without_a_flush_there_is_no_confirmation(clock: SimpleNamespace) -> None:
     agent = ScriptedAgent(**{"check 0": "ERR"})
     transport = NixlTransport(agent, split_at=0)
     handle = transport.post_write(ROUTE, IDS, IDS)
     for _ in range(20):
         assert transport.poll(handle) is WriteState.PENDING
-        clock.now += FENCE_RETRY_S
+        clock.now += CONFIRM_RETRY_S
     assert agent.posted == [0]
 
 
-def test_the_release_of_a_failed_write_releases_its_fence(clock: SimpleNamespace) -> None:
+def test_the_release_of_a_failed_write_releases_its_confirmation(clock: SimpleNamespace) -> None:
     agent = ScriptedAgent()
-    transport = torn(agent, script={"release 0": nixlBackendError("BUSY")})
+    transport = failing(agent, script={"release 0": nixlBackendError("BUSY")})
     handle = transport.post_write(ROUTE, OURS, THEIRS)
     assert transport.poll(handle) is WriteState.PENDING
     with pytest.raises(TransportError, match="BUSY"):
         transport.release(handle)
-    assert agent.released == [], "the fence is still under way"
+    assert agent.released == [], "the confirmation is still under way"
     assert transport.poll(handle) is WriteState.PENDING
     del agent.failures["release 0"]
     transport.release(handle)
     assert sorted(agent.released) == [0, 1]
     with pytest.raises(TransportError, match="released"):
         transport.poll(handle)
-    assert not transport._torn
+    assert not transport._failed
 
 
 # WRITEs that upstream posts.
@@ -396,9 +396,9 @@ def test_an_upstream_write_is_polled_and_released_by_the_transport(locked: bool)
 
 
 @pytest.mark.parametrize("tear", TEARS)
-def test_a_failed_upstream_write_is_fenced(tear: str, clock: SimpleNamespace) -> None:
+def test_a_failed_write_of_vllms_is_confirmed(tear: str, clock: SimpleNamespace) -> None:
     agent = ScriptedAgent()
-    transport = torn(agent, tear)
+    transport = failing(agent, tear)
     handle, post = upstream_posts(agent, transport)
     assert (post.failure is not None) == ("post" in tear)
     for _ in range(3):

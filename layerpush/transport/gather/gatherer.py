@@ -75,9 +75,9 @@ class StagedWrite(Transfer):
                 self.on_landed(self)
         return WriteState.LANDED
 
-    def halt(self) -> None:
+    def cancel_unposted(self) -> None:
         """The push has ended: a WRITE that is not on the wire yet will not be posted."""
-        self.halted = self.stage is Stage.GATHERING
+        self.is_cancelled = self.stage is Stage.GATHERING
 
     def release(self) -> None:
         """Forget a WRITE that has ended, and free its span. Raises ``TransportError`` if that must wait."""
@@ -113,7 +113,7 @@ class StagedWrite(Transfer):
         """Post the WRITE after its last copy. Raises ``TransportError`` only when no copy runs any more."""
         if self.stage is not Stage.GATHERING or not self.copies.are_over():
             return
-        if self.halted:
+        if self.is_cancelled:
             raise TransportError("the push ended before its blocks were written")
         if self.copies.failure is not None:
             raise TransportError(f"blocks could not be gathered: {self.copies.failure}")

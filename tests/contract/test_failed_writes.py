@@ -56,7 +56,7 @@ def test_a_failed_write_is_over_when_all_of_it_has_landed(link: NixlLink) -> Non
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("own_link", ["libfabric"], indirect=True)
 def test_a_failed_write_is_not_over_where_nothing_flushes_it(own_link: NixlLink) -> None:
-    """All of it has landed, and no fence can prove that."""
+    """All of it has landed, and no confirmation can prove that."""
     failing = Failing(own_link, split_at=0)
     ids = np.arange(64, dtype=np.int32)
     handle = failing.transport.post_write(own_link.route, ids, ids)
@@ -66,7 +66,7 @@ def test_a_failed_write_is_not_over_where_nothing_flushes_it(own_link: NixlLink)
 
 @pytest.mark.parametrize("own_link", ["nixl-4-threads"], indirect=True)
 def test_a_failed_write_is_over_when_its_peer_is_dead(own_link: NixlLink) -> None:
-    """Also for a WRITE that is too large for a fence."""
+    """Also for a WRITE that is too large for a confirmation."""
     failing = Failing(own_link)
     ids = np.arange(2 * SPLIT_AT, dtype=np.int32)
     handle = failing.transport.post_write(own_link.route, ids, ids)
