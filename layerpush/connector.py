@@ -71,9 +71,9 @@ class LayerwisePushConnector(NixlPushConnector):
         """Metrics since the last call. The scheduler's thread, or the engine's main thread after a step."""
         now = time.perf_counter()
         if self.connector_worker is not None:
-            return LayerPushStats.joined(super().get_kv_connector_stats(), self.connector_worker.measured(now))
+            return LayerPushStats.joined(super().get_kv_connector_stats(), self.connector_worker.take_metrics(now))
         assert self.connector_scheduler is not None
-        return LayerPushStats.joined(None, self.connector_scheduler.measured(now))
+        return LayerPushStats.joined(None, self.connector_scheduler.take_metrics(now))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> IntervalStats:

@@ -144,7 +144,7 @@ class FirstTokens:
         """These loads are over on all ranks."""
         self._loaded.update({request_id: self._asked.pop(request_id) for request_id in self._asked.keys() & received})
 
-    def finished(self, request_id: str) -> None:
+    def request_finished(self, request_id: str) -> None:
         """The engine has finished the request, in any state."""
         self._asked.pop(request_id, None)
         self._started.pop(request_id, None)

@@ -19,7 +19,7 @@ ABORTED = "aborted"
 
 
 @dataclass(frozen=True, slots=True)
-class WentElsewhere:
+class RankIsOther:
     """A request went to another data-parallel ``rank`` of this prefill engine."""
 
     request_id: str
@@ -57,7 +57,7 @@ class TraceHeaders:
     headers: Mapping[str, str]
 
 
-Notice = WentElsewhere | PushDeclined | LoadCancelled | LoadPostponed | TraceHeaders
+Notice = RankIsOther | PushDeclined | LoadCancelled | LoadPostponed | TraceHeaders
 News = Arrived | Notice
 
 

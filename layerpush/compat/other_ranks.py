@@ -16,7 +16,7 @@ from typing import Any
 from layerpush.compat.admission import connectors_in, pushed_params
 from layerpush.compat.patches import our_connectors
 
-UTILITY = "layerpush_went_elsewhere"
+UTILITY = "layerpush_rank_is_other"
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -63,9 +63,9 @@ async def _call(client: Any, engine: Any, request_id: str, rank: int) -> None:
 def notice_receiver(_: None) -> Callable[[Any, str, int], None]:
     """A new method of vLLM's ``EngineCore``, ``UTILITY``."""
 
-    def went_elsewhere(core: Any, request_id: str, rank: int) -> None:
+    def rank_is_other(core: Any, request_id: str, rank: int) -> None:
         """A request was sent to another data-parallel ``rank`` of this engine. Engine core's thread."""
         for each, _ in our_connectors(core.scheduler.connector):
-            each.connector_scheduler.went_elsewhere(request_id, rank)
+            each.connector_scheduler.rank_is_other(request_id, rank)
 
-    return went_elsewhere
+    return rank_is_other

@@ -98,7 +98,7 @@ PATCHES = (
             ),
             Target(
                 _ENGINE_CORE,
-                "vllm.v1.engine.core:EngineCore.layerpush_went_elsewhere",
+                "vllm.v1.engine.core:EngineCore.layerpush_rank_is_other",
                 f"{_COMPAT}.other_ranks:notice_receiver",
                 is_new=True,
             ),

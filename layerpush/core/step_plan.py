@@ -30,8 +30,8 @@ class ChunkPlan:
     """The blocks of one prompt that one engine step completes, or that were in the prefix cache.
 
     ``index`` counts the chunks of an epoch. The step computes tokens ``[start, end)``; ``groups`` holds the blocks
-    that are complete after it and were not before. The last chunk also holds the partly filled last block. Without
-    ``streams`` the chunk is only watched: its prompt is pushed whole. ``mode`` is the request's choice; None: the
+    that are complete after it and were not before. The last chunk also holds the partly filled last block. If
+    ``whole``, the chunk is only watched: its prompt is pushed whole. ``mode`` is the request's choice; None: the
     engine's configuration decides. The blocks of a ``cached`` chunk were computed by steps before this one.
     ``provisional``: vLLM may take the step back after it has run.
     """
@@ -43,7 +43,7 @@ class ChunkPlan:
     end: int
     prompt_tokens: int
     groups: tuple[GroupSlice, ...]
-    streams: bool = True
+    whole: bool = False
     mode: PushMode | None = None
     cached: bool = False
     provisional: bool = False
@@ -75,7 +75,7 @@ class PromptProgress:
 
     request_id: str
     block_sizes: tuple[int, ...]
-    streams: bool = True
+    whole: bool = False
     mode: PushMode | None = None
     epoch: int = 0
     chunks: int = 0
@@ -144,7 +144,7 @@ class PromptProgress:
             end,
             prompt_tokens,
             tuple(groups),
-            self.streams,
+            self.whole,
             self.mode,
             cached,
             self.provisional,

@@ -172,24 +172,26 @@ class Load:
                     self._peers.send(self.address.engine_id, agent, unregister, now)
             case load_protocol.ReportUnregistered():
                 logger.info("layerpush: %s gives its blocks to a request whose prompt P holds", self.session.request_id)
-                self._outcomes.add(self._record, "unregistered", self.session.cause, now)
+                self._outcomes.report_ended(self._record, "unregistered", self.session.cause, now)
             case load_protocol.ReportLoaded(first_token):
                 asked = self.registration.sampling is not None
-                self._outcomes.add(self._record, "loaded", None, now, self._completions, first_token if asked else None)
+                self._outcomes.report_ended(
+                    self._record, "loaded", None, now, self._completions, first_token if asked else None
+                )
             case load_protocol.ReportFailed(reason):
                 self._decline_if_unregistered()
                 self._log(logging.WARNING, reason)
-                self._outcomes.add(self._record, "failed", reason, now)
+                self._outcomes.report_ended(self._record, "failed", reason, now)
             case load_protocol.ReportAborted(reason):
                 self._decline_if_unregistered()
                 self._log(logging.INFO, reason)
-                self._outcomes.add(self._record, "aborted", reason, now)
+                self._outcomes.report_ended(self._record, "aborted", reason, now)
             case load_protocol.Park(reason):
                 self._log(logging.WARNING, f"{reason}; its blocks are parked until that engine answers or ends")
-                self._outcomes.add(self._record, "parked", reason, now)
+                self._outcomes.report_ended(self._record, "parked", reason, now)
             case load_protocol.Clear():
                 logger.info("the parked blocks of %s are free again", self.session.request_id)
-                self._outcomes.clear(self._record, now)
+                self._outcomes.report_cleared(self._record, now)
 
     def _decline_if_unregistered(self) -> None:
         """P's blocks need not wait for a registration that will not come."""

@@ -16,7 +16,7 @@ The writer thread calls everything here, but for ``engines_in_use`` and ``len``.
 tasks and messages: it gives sessions the time, and delivers outcomes to vLLM's inboxes.
 
 A completion takes this way: ``worker.inbox`` -> ``Loads.on_message`` -> ``Load.on_message`` -> ``LoadSession`` ->
-``Outcomes.add``; then, in the same turn of the writer, ``Loads.tick`` -> ``Outcomes.tick`` ->
+``Outcomes.report_ended``; then, in the same turn of the writer, ``Loads.tick`` -> ``Outcomes.tick`` ->
 ``VllmPushWorker.loaded``.
 """
 
@@ -121,7 +121,7 @@ class Loads:
 
     def refuse(self, request_id: str, reason: str, now: float) -> None:
         """The request cannot be registered."""
-        self._outcomes.add(self._record(request_id, now), "refused", reason, now)
+        self._outcomes.report_ended(self._record(request_id, now), "refused", reason, now)
         logger.error("KV load of %s failed: %s", request_id, reason)
 
     def abort(self, request_id: str, reason: str, now: float) -> None:

@@ -54,7 +54,7 @@ class Outcomes:
     def __len__(self) -> int:
         return len(self._reports)
 
-    def add(
+    def report_ended(
         self,
         record: LoadRecord,
         outcome: Outcome,
@@ -69,7 +69,7 @@ class Outcomes:
         times = {LOAD.key: now - record.t_awaited} if outcome == "loaded" and record.t_awaited is not None else {}
         self._recorder.record_ended(Ended(record.request_id, LOADS.key, outcome, times=times))
         settled = {"loaded": "completed", "aborted": "cancelled", "unregistered": "cancelled"}.get(outcome, "failed")
-        record.settled(settled, reason, now)
+        record.settle(settled, reason, now)
         if outcome == "unregistered":
             self.report(LoadUnregistered(record.request_id, self._rank))
         if outcome == "parked":
@@ -77,7 +77,7 @@ class Outcomes:
             self.report(LoadParked(record.request_id, self._rank))
         self._reports.append(_Report(record, completions, first_token))
 
-    def clear(self, record: LoadRecord, now: float) -> None:
+    def report_cleared(self, record: LoadRecord, now: float) -> None:
         """The blocks of a parked load are free again."""
         record.t_cleared = now
         if record.t_reported is not None:

@@ -12,8 +12,8 @@ class UnreportedAborts:
     """Keeps an engine stepping after an abort. An engine without requests takes no steps, and its workers report only
     in a step.
 
-    The main thread calls ``dropped`` and asks ``is_pending``; the writer thread reads ``count`` before a turn and
-    passes it to ``drained`` when all pushes dropped by then have drained.
+    The main thread calls ``abort_began`` and asks ``is_pending``; the writer thread reads ``count`` before a turn and
+    passes it to ``aborts_drained`` when all pushes dropped by then have drained.
     """
 
     def __init__(self) -> None:
@@ -21,12 +21,12 @@ class UnreportedAborts:
         self._drained = 0
         self._until = 0.0
 
-    def dropped(self, now: float) -> None:
+    def abort_began(self, now: float) -> None:
         """Requests were aborted, or a lease has ended."""
         self.count += 1
         self._until = now + ABORT_REPORT_S
 
-    def drained(self, count: int) -> None:
+    def aborts_drained(self, count: int) -> None:
         """The pushes of the first ``count`` drops have drained."""
         self._drained = count
 

@@ -49,7 +49,7 @@ class Registered(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Came(Event):
+class RequestArrived(Event):
     """A request that the claim may mean has come to the engine."""
 
 
@@ -157,7 +157,7 @@ class StopPush(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Release(Action):
+class DropRequest(Action):
     """Drop the declined request if its prefill has ended; then `Dropped` follows."""
 
 
@@ -178,7 +178,7 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
         Declined: {S.IDLE, S.UNWANTED},
     },
     S.UNCONNECTED: {
-        Registered: _WAITING, Came: {S.PENDING}, Matched: {S.SERVED}, Refused: {S.ANSWERED, S.IDLE},
+        Registered: _WAITING, RequestArrived: {S.PENDING}, Matched: {S.SERVED}, Refused: {S.ANSWERED, S.IDLE},
         TimedOut: {S.UNWANTED}, Dropped: {S.IDLE}, CancelledByD: {S.UNWANTED},
         Withdrawn: {S.UNCONNECTED, S.WITHDRAWN},
     },
@@ -206,6 +206,6 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
 
 IGNORED: Mapping[State, set[type[Event]]] = {
     S.UNCONNECTED: {Declined},
-    S.PENDING: {Came, Declined},
+    S.PENDING: {RequestArrived, Declined},
     S.SERVED: {Withdrawn, Declined},
 }

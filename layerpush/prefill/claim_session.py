@@ -82,7 +82,7 @@ class Claim(Machine[State, Event, Action]):
                 actions.append(protocol.Tell(registration, last))
                 return self.state
         elif self.registration is None and last is not None:  # D's other rank was faster with its ``Cancel``
-            self._note(event)
+            self._keep_registration(event)
             self._strip()
             actions.append(protocol.Tell(registration, last))
             return self.state
@@ -111,13 +111,13 @@ class Claim(Machine[State, Event, Action]):
         return S.PENDING if self.state is S.UNCONNECTED and event.reachable else self.state
 
     def _open(self, event: protocol.Registered, actions: list[Action], senders: frozenset[str] = frozenset()) -> State:
-        self._note(event, senders)
+        self._keep_registration(event, senders)
         self.answer = None
         self._accept(event.registration, actions)
         actions.append(protocol.Match())
         return S.PENDING if event.reachable else S.UNCONNECTED
 
-    def _on_came(self, _: protocol.Came, actions: list[Action]) -> State:
+    def _on_request_arrived(self, _: protocol.RequestArrived, actions: list[Action]) -> State:
         """P may connect to D now: its answer begins the handshake."""
         assert self.registration is not None
         self._accept(self.registration, actions)
@@ -173,7 +173,7 @@ class Claim(Machine[State, Event, Action]):
         if self.registration is not None and not isinstance(self.answer, Unregistered):
             return self.state  # D has registered: it will cancel, and wait for the answer
         self.named = event.message
-        actions += [protocol.Withdraw(), protocol.Release()]
+        actions += [protocol.Withdraw(), protocol.DropRequest()]
         return S.UNWANTED
 
     def _on_push_failed(self, event: protocol.PushFailed, actions: list[Action]) -> State:
@@ -190,7 +190,7 @@ class Claim(Machine[State, Event, Action]):
         actions.append(protocol.Tell(registration, answer))
         return S.ANSWERED if report.drained else self.state
 
-    def _note(self, event: protocol.Registered, senders: frozenset[str] = frozenset()) -> None:
+    def _keep_registration(self, event: protocol.Registered, senders: frozenset[str] = frozenset()) -> None:
         self.registration = self.named = event.registration
         self._fingerprint = event.registration.fingerprint
         self._add_sender(event, senders)
@@ -216,7 +216,7 @@ class Claim(Machine[State, Event, Action]):
 
     HANDLERS: ClassVar = {
         protocol.Registered: _on_registered,
-        protocol.Came: _on_came,
+        protocol.RequestArrived: _on_request_arrived,
         protocol.Matched: _on_matched,
         protocol.Refused: _on_refused,
         protocol.TimedOut: _on_refused,

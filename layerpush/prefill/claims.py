@@ -115,7 +115,7 @@ class Claims:
         elif self._is_from_unconnected_agent(sender, registration, claim):
             self._hold(sender, registration)
         else:
-            self.peers.found(engine_id, now)
+            self.peers.engine_alive(engine_id, now)
             reachable = self._is_here(registration) or bool(self._connections.agents(engine_id))
             self._handle(claim, protocol.Registered(sender, registration, reachable, self._is_busy(claim)), now)
 
@@ -126,7 +126,7 @@ class Claims:
         if self._is_foreign(sender, claim):
             self._peer_errors.add("foreign cancel", f"agent {sender} cancels {message.request_id}, not its own", now)
         elif self._connections.closing(message.decode_engine_id) is None:  # else it asks again later
-            self.peers.found(message.decode_engine_id, now)
+            self.peers.engine_alive(message.decode_engine_id, now)
             self._handle(claim, protocol.CancelledByD(message, self._is_busy(claim)), now)
 
     def on_unregister(self, sender: str, message: Unregister, now: float) -> None:
@@ -149,7 +149,7 @@ class Claims:
 
     # From the engine's scheduler.
 
-    def came(self, requests: Sequence[Arrived]) -> None:
+    def requests_arrived(self, requests: Sequence[Arrived]) -> None:
         """These requests have come to the engine. They may wait in its queue. Main thread, before their first step is
         announced.
         """
@@ -158,17 +158,17 @@ class Claims:
     def _take_arrivals(self, now: float) -> None:
         """Note the requests that have come; P may connect to the decode engines that have registered them."""
         while self._arrived:
-            prompts = [self._prompts.came(request) for request in self._arrived.popleft()]
+            prompts = [self._prompts.request_arrived(request) for request in self._arrived.popleft()]
             for claim in [each for prompt in prompts for each in self._claims.waiting_for(prompt, now)]:
-                self._handle(claim, protocol.Came(), now)
+                self._handle(claim, protocol.RequestArrived(), now)
 
-    def went_elsewhere(self, request_id: str, rank: int, now: float) -> None:
+    def rank_is_other(self, request_id: str, rank: int, now: float) -> None:
         """A request went to another data-parallel ``rank``. A decode engine that has registered it here, or does so
         soon, has been given the wrong rank.
         """
         reason = f"the request went to data-parallel rank {rank} of the prefill engine"
         prompt = self._prompts.get(request_id)
-        self._prompts.went_elsewhere(prompt, reason, now)
+        self._prompts.rank_is_other(prompt, reason, now)
         self._refuse_claims_for(prompt, reason, now)
 
     def may_lapse(self, request_id: str) -> bool:
@@ -185,7 +185,7 @@ class Claims:
         never cancel these.
         """
         self._take_arrivals(now)
-        prompt = self._prompts.began(request_id)
+        prompt = self._prompts.request_began(request_id)
         for claim in self._claims.waiting_with(prompt):
             if claim.named is not None and self._pairing.is_misnamed(claim.named, prompt):
                 self._refuse(claim, OTHER_PROMPT, now)
@@ -245,7 +245,7 @@ class Claims:
         if failure is not None:
             self._refuse_claims_for(prompt, failure, now)
         reason = None if failure is None else f"the prefill request has ended: {failure}"
-        self._prompts.ended(prompt, reason, now)
+        self._prompts.request_ended(prompt, reason, now)
 
     # At times.
 
@@ -388,7 +388,7 @@ class Claims:
         if request_id is None or self._pushes.cancel(request_id, claim.key):  # else ``report_failure`` follows
             self._handle(claim, protocol.Stopped(action.message), now)
 
-    def _release(self, claim: Claim, _: protocol.Release, now: float) -> None:
+    def _drop_request(self, claim: Claim, _: protocol.DropRequest, now: float) -> None:
         assert claim.named is not None
         known = self._prompts.live(self._pairing.keys(claim.named))
         prompt = self._pairing.match(claim.named, [each for each in known if self._pushes.is_waiting(each.request_id)])
@@ -405,7 +405,7 @@ class Claims:
         protocol.Match: _match,
         protocol.Withdraw: _withdraw,
         protocol.StopPush: _stop_push,
-        protocol.Release: _release,
+        protocol.DropRequest: _drop_request,
         protocol.ReportInUse: _report_in_use,
     }
 

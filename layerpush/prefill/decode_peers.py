@@ -101,7 +101,7 @@ class DecodePeers:
         reached = [self._connections.notify_unconnected(contact, encode(message)) for contact in contacts]
         return any(reached)
 
-    def found(self, engine_id: str, now: float) -> None:
+    def engine_alive(self, engine_id: str, now: float) -> None:
         """A decode engine lives: send the answers that were kept for it, if need be over a new connection."""
         peer = self._peers.get(engine_id)
         if peer is not None:

@@ -69,13 +69,13 @@ class PromptRequests:
         found = (each for index in self._indices for each in index.find([(request_id,)]))
         return next(found, None) or PromptRequest(request_id)
 
-    def came(self, request: Arrived) -> PromptRequest:
+    def request_arrived(self, request: Arrived) -> PromptRequest:
         """The scheduler has this request."""
         prompt = PromptRequest(request.request_id, request.transfer_id, request.prompt_digest)
         self._keep(self._live, prompt)
         return prompt
 
-    def began(self, request_id: str) -> PromptRequest:
+    def request_began(self, request_id: str) -> PromptRequest:
         """A request's prefill has begun. Failures of earlier ones with its keys do not count any more."""
         prompt = self.get(request_id)
         keys = self._keys_of(prompt)
@@ -86,12 +86,12 @@ class PromptRequests:
             self._keep(self._live, prompt)
         return prompt
 
-    def ended(self, prompt: PromptRequest, failure: str | None, now: float) -> None:
+    def request_ended(self, prompt: PromptRequest, failure: str | None, now: float) -> None:
         """A request is over."""
         prompt.state, prompt.prompt_digest, prompt.failure = State.ENDED, None, failure or prompt.failure
         self._keep(self._ended, prompt, now)
 
-    def went_elsewhere(self, prompt: PromptRequest, failure: str, now: float) -> None:
+    def rank_is_other(self, prompt: PromptRequest, failure: str, now: float) -> None:
         """A request went to another rank."""
         if (prompt.request_id,) not in self._live:
             prompt.state, prompt.failure = State.ELSEWHERE, failure
@@ -125,7 +125,7 @@ class PromptRequests:
     # Whether a request that is not here may still come.
 
     def count_steps(self, begun: int, running: bool, now: float) -> None:
-        """Note the number of steps that have begun, and whether the last one runs. Call it often, after ``came``."""
+        """``begun`` steps have begun, and the last one may be ``running``. Call it often, after ``request_arrived``."""
         for _ in range(min(begun - self._begun, 2)):
             self._last_two.append(now)
         if running or begun != self._begun:

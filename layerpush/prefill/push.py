@@ -43,12 +43,12 @@ from layerpush.prefill.push_protocol import (
     Connected,
     Event,
     Failed,
+    LinkRefused,
     Notified,
     Notify,
     Post,
     PostReady,
     PushWhole,
-    Refused,
     Registered,
     Release,
     ReportFailure,
@@ -218,7 +218,7 @@ class Push:
         logger.error("push of %s failed on %s", self.request_id, what, exc_info=error)
         self.fail(f"{type(error).__name__}: {error}")
 
-    def planned(self, chunk: ChunkPlan, step: int, at: float) -> None:
+    def chunk_planned(self, chunk: ChunkPlan, step: int, at: float) -> None:
         """Note in the record that a step took up a chunk."""
         self.step = step
         record = self.record
@@ -274,12 +274,12 @@ class Push:
             try:
                 state = transfer.poll()
                 if transfer.needs_polling and self.link is not None:  # its copies may have ended just now
-                    self.link.speed.posted_at((self.request_id, transfer.write), transfer.on_wire_at)
+                    self.link.speed.write_posted_at((self.request_id, transfer.write), transfer.on_wire_at)
                 if state is WriteState.PENDING:
                     continue
             except TransportError as failure:
                 error = failure
-            self._ended(transfer, error)
+            self._transfer_ended(transfer, error)
         since = min((transfer.record.t_posted for transfer in self.transfers), default=math.inf)
         self._polled_at, timeout_s = time.perf_counter(), self._services.writes.timeout_s
         if self.session.failure is None and self._polled_at - since >= timeout_s:
@@ -312,7 +312,7 @@ class Push:
             return
         if link.refusal is not None:
             self.record.fallback = link.refusal
-            self.handle(Refused())
+            self.handle(LinkRefused())
         else:
             self.handle(Connected())
 
@@ -333,7 +333,7 @@ class Push:
         if posted:
             descriptors = sum(transfer.record.runs or 0 for transfer in posted)
             at = min(transfer.on_wire_at for transfer in posted)
-            speed.posted((self.request_id, write.id), write.size, at, descriptors)
+            speed.write_posted((self.request_id, write.id), write.size, at, descriptors)
         self._end_write(write.id, seen=time.perf_counter())
 
     def _notify(self, action: Notify) -> None:
@@ -424,7 +424,7 @@ class Push:
         if self._services.trace.enabled:
             self.record.writes.append(transfer.record)
 
-    def _ended(self, transfer: Transfer, error: TransportError | None) -> None:
+    def _transfer_ended(self, transfer: Transfer, error: TransportError | None) -> None:
         """A WRITE to one decode rank has landed, or has failed with ``error``."""
         services, record, whole = self._services, transfer.record, transfer.write == WHOLE.id
         self.transfers.remove(transfer)
@@ -471,7 +471,7 @@ class Push:
             return
         loss = self._losses.pop(write, None)
         if self.link is not None and write != WHOLE.id:
-            self.link.speed.ended((self.request_id, write), time.perf_counter(), landed=loss is None, seen=seen)
+            self.link.speed.write_ended((self.request_id, write), time.perf_counter(), landed=loss is None, seen=seen)
         if loss is None:
             self.handle(WriteLanded(write))
             return

@@ -76,7 +76,7 @@ class Connected(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused(Event):
+class LinkRefused(Event):
     """The decode engine is reachable but its blocks cannot be written layer by layer."""
 
 
@@ -166,7 +166,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Connect(Action):
-    """Connect to the decode engine; `Connected`, `Refused` or `Failed` follows."""
+    """Connect to the decode engine; `Connected`, `LinkRefused` or `Failed` follows."""
 
     registration: Registration
 
@@ -243,7 +243,7 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     },
     S.CONNECTING: {
         Planned: {S.CONNECTING}, Ready: {S.CONNECTING}, Preempted: {S.CONNECTING}, Rewound: {S.CONNECTING},
-        ResultsAccepted: {S.CONNECTING}, Connected: {S.STREAMING}, Refused: {S.DEFERRED, S.WHOLE},
+        ResultsAccepted: {S.CONNECTING}, Connected: {S.STREAMING}, LinkRefused: {S.DEFERRED, S.WHOLE},
         Failed: _GIVEN_UP, CancelledByD: _GIVEN_UP, Finished: {S.CONNECTING}, Aborted: {S.CLOSED},
         LeaseExpired: {S.CLOSED},
     },

@@ -156,7 +156,7 @@ class PushSession(Machine[State, Event, Action]):
         self._coverage = Coverage(self._ready_blocks.wanted)
         return S.STREAMING
 
-    def _on_refused(self, _: push_protocol.Refused, actions: list[Action]) -> State:
+    def _on_link_refused(self, _: push_protocol.LinkRefused, actions: list[Action]) -> State:
         if not self._finished:
             return S.DEFERRED
         actions.append(PushWhole(self.registration))
@@ -243,7 +243,7 @@ class PushSession(Machine[State, Event, Action]):
             return
         size = self._ready_blocks.size(segments)
         self.posted_bytes += size
-        self._ready_blocks.take()
+        self._ready_blocks.take_pending()
         assert self._coverage is not None
         for part in segments:
             self._coverage.post(part.layers, part.first - part.skipped, part.end - part.skipped)
@@ -315,7 +315,7 @@ class PushSession(Machine[State, Event, Action]):
         push_protocol.PostReady: _on_post_ready,
         push_protocol.Registered: _on_registered,
         push_protocol.Connected: _on_connected,
-        push_protocol.Refused: _on_refused,
+        push_protocol.LinkRefused: _on_link_refused,
         push_protocol.WriteLanded: _on_landed,
         push_protocol.WriteLost: _on_lost,
         push_protocol.Failed: _on_failed,

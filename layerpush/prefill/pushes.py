@@ -140,7 +140,7 @@ class Pushes:
 
     def _take_step_events(self) -> None:
         self._take_revoked()
-        for event, at in self._step_events.take():
+        for event, at in self._step_events.take_events():
             if isinstance(event, LayerSaved):
                 self._layer_interval.layer_ready(at)
                 if event.layer not in self._step_layers:
@@ -153,7 +153,7 @@ class Pushes:
                 self._accepted(event)
             else:
                 self._end_step(at)
-        for done in self._step_events.finished(self._swept):
+        for done in self._step_events.take_finished(self._swept):
             if not self._step_events.is_void(done.request_id, done.step):
                 self._finished(done)
         self._step_events.forget_void()
@@ -165,13 +165,13 @@ class Pushes:
                 push.handle(ResultsAccepted())
 
     def _take_revoked(self) -> None:
-        for revoked in self._step_events.revoked():
+        for revoked in self._step_events.take_revoked():
             request_id, event = revoked.request_id, revoked.event
             push = self._pushes.get(request_id)
             if push is None and isinstance(event, Aborted | LeaseExpired):
                 if revoked.started > self._current:
                     # It ended before the writer saw its first step. It counts as a push.
-                    push = self._open(request_id, streams=True)
+                    push = self._open(request_id, whole=False)
                 else:
                     self._report_ended(request_id, event.reason)
             if push is not None and push.session.accepts(type(event)):
@@ -197,9 +197,9 @@ class Pushes:
             if push is None:
                 if chunk.index > 0:
                     continue
-                push = self._open(chunk.request_id, chunk.streams, chunk.mode)
+                push = self._open(chunk.request_id, chunk.whole, chunk.mode)
             push.handle(Planned(chunk))
-            push.planned(chunk, event.step, at)
+            push.chunk_planned(chunk, event.step, at)
             if chunk.cached:
                 for layer in range(len(self._layer_groups)):
                     self._ready(push, chunk, layer, at, hooked=None)
@@ -237,15 +237,15 @@ class Pushes:
             push.handle(Ready(chunk.epoch, chunk.index, layer))
 
     def _finished(self, done: RequestFinished) -> None:
-        push = self._pushes.get(done.request_id) or self._open(done.request_id, streams=False)
+        push = self._pushes.get(done.request_id) or self._open(done.request_id, whole=True)
         push.blocks, push.finished_at = done.blocks, time.perf_counter()
         push.handle(Finished(done.sampled))
 
-    def _open(self, request_id: str, streams: bool, chosen: PushMode | None = None) -> Push:
-        """``streams`` False: the scheduler has no blocks to push before prefill ends. ``chosen``: see ``ChunkPlan``."""
+    def _open(self, request_id: str, whole: bool, chosen: PushMode | None = None) -> Push:
+        """``whole``: the scheduler has no blocks to push before prefill ends. ``chosen``: see ``ChunkPlan``."""
         mode, fallback = chosen or self._mode, None
         if mode is not PushMode.WHOLE:
-            fallback = self._identity.fallback or (None if streams else SHORT_PROMPT)
+            fallback = self._identity.fallback or (SHORT_PROMPT if whole else None)
         served = mode if fallback is None else PushMode.WHOLE
         session = PushSession(request_id, self._layer_groups, self._layout.layer_bytes, served, self._max_in_flight)
         record = PushRecord(
@@ -379,7 +379,7 @@ class Pushes:
 
     def adopt(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_request_id: str) -> None:
         """Watch one of vLLM's whole WRITEs."""
-        push = self._pushes.get(request_id) or self._open(request_id, streams=False)
+        push = self._pushes.get(request_id) or self._open(request_id, whole=True)
         push.adopt(transfer, decode_engine_id, decode_request_id)
 
     def drain(self, seconds: float) -> int:

@@ -130,7 +130,7 @@ class ReadyBlocks:
             for start, stop, group, first, end in runs
         )
 
-    def take(self) -> None:
+    def take_pending(self) -> None:
         """The segments that ``pending`` returned are posted."""
         for layer in self._fresh:
             self._posted[layer] = max(self._postable_end(layer), self._posted[layer])

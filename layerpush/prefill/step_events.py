@@ -183,7 +183,7 @@ class StepEvents:
         self._finished.append(RequestFinished(computed, self._step, request_id, blocks, sampled))
         self._wake()
 
-    def revoked(self) -> Iterator[Revoked]:
+    def take_revoked(self) -> Iterator[Revoked]:
         """Take the revocations since the last call. Writer thread."""
         while self._revoked:
             yield self._revoked.popleft()
@@ -199,7 +199,7 @@ class StepEvents:
         """Whether the blocks that ``step`` worked on have been taken from the request since. Any thread."""
         return self._void.get(request_id, 0) > step
 
-    def finished(self, swept: int) -> list[RequestFinished]:
+    def take_finished(self, swept: int) -> list[RequestFinished]:
         """Take the finished requests whose last step is ``swept`` or before. They need not wait for later steps,
         but must not overtake their own: their KV is whole only after its sweep. Writer thread.
         """
@@ -250,7 +250,7 @@ class StepEvents:
         """The number of steps that have begun, and whether the last one runs. Any thread."""
         return self._step, self._running
 
-    def take(self) -> Iterator[tuple[StepEvent, float]]:
+    def take_events(self) -> Iterator[tuple[StepEvent, float]]:
         """Yield each event with its time in order, up to the first whose fence has not passed. Writer thread.
 
         Times are seconds of ``perf_counter``: of the hook, or of this call if the event has a fence.

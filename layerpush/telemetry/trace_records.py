@@ -170,7 +170,7 @@ class LoadRecord(msgspec.Struct, kw_only=True):
     t_parked: float | None = None
     t_cleared: float | None = None
 
-    def settled(self, outcome: str, reason: str | None, at: float) -> None:
+    def settle(self, outcome: str, reason: str | None, at: float) -> None:
         """D has the final status of the push, or no longer waits for it."""
         self.outcome, self.reason, self.t_settled = outcome, reason, at
 

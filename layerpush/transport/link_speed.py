@@ -89,17 +89,17 @@ class LinkSpeed:
         self._comparable += 1
         return self._comparable % TRIAL_EVERY == FIRST_TRIAL
 
-    def posted(self, key: Hashable, size: int, at: float, descriptors: int = 0) -> None:
+    def write_posted(self, key: Hashable, size: int, at: float, descriptors: int = 0) -> None:
         """A WRITE of ``size`` bytes is on the wire from ``at`` on, or will be."""
         self._in_flight[key] = _InFlight(size, descriptors, at)
 
-    def posted_at(self, key: Hashable, at: float) -> None:
+    def write_posted_at(self, key: Hashable, at: float) -> None:
         """A WRITE whose blocks are copied first is on the wire from ``at`` on, which was expected at another time."""
         flight = self._in_flight.get(key)
         if flight is not None:
             self._in_flight[key] = flight._replace(since=at)
 
-    def ended(self, key: Hashable, at: float, *, landed: bool, seen: float = math.inf) -> None:
+    def write_ended(self, key: Hashable, at: float, *, landed: bool, seen: float = math.inf) -> None:
         """At ``at`` a WRITE was found in D's memory, or failed. ``seen`` is the last time at which it was still in
         flight; without it, the WRITE ended at ``at``.
 

@@ -18,10 +18,10 @@ NIXL does not promise:
 - Cancellation. ``release_xfer_handle`` returns at once. The bytes still land, as the source then has them.
 - The end of a WRITE that failed. While the connection lives, UCX may still send parts of it, even after the handle was
   released and the peer removed. So ``poll`` returns ``PENDING`` until a *confirmation* has landed: one descriptor of
-  the WRITE, written once more to the same place. NIXL ends each WRITE with a flush of its UCX endpoint, which covers all
-  earlier posts there. A thread has one endpoint for each peer, but NIXL spreads a WRITE of ``SPLIT_AT`` descriptors or
-  more over several. No confirmation covers such a WRITE: it ends with its peer. Other backends flush nothing, so there
-  is no confirmation at all (``split_at`` 0).
+  the WRITE, written once more to the same place. NIXL ends each WRITE with a flush of its UCX endpoint. The flush
+  covers all earlier posts there. A thread has one endpoint for each peer, but NIXL spreads a WRITE of ``SPLIT_AT``
+  descriptors or more over several. No confirmation covers such a WRITE: it ends with its peer. Other backends flush
+  nothing, so there is no confirmation at all (``split_at`` 0).
 - Safe handles. Polling a released handle crashes NIXL. A handle that is garbage-collected is released on whichever
   thread drops it. So ``NixlTransport`` keeps each handle from post to release.
 """

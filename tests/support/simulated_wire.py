@@ -53,9 +53,9 @@ def known(case: Case, wrong_by: float = 1.0) -> LinkSpeed:
     speed, at = LinkSpeed(), 0.0
     for key, size in enumerate([1, 4, 1, 4, case.layers]):
         nbytes = size * case.layer_bytes
-        speed.posted(-1 - key, nbytes, at)
+        speed.write_posted(-1 - key, nbytes, at)
         at += (case.write_s + size * case.load * case.layer_s) * wrong_by
-        speed.ended(-1 - key, at, landed=True)
+        speed.write_ended(-1 - key, at, landed=True)
     return speed
 
 
@@ -112,7 +112,7 @@ class _Wire:
 
     def land(self) -> None:
         key, self.now = self.in_flight.pop(0)
-        self.speed.ended(key, self.now, landed=True)
+        self.speed.write_ended(key, self.now, landed=True)
         self.has_landed = True
 
     def look(self) -> None:
@@ -139,7 +139,7 @@ class _Wire:
             return
         true_byte_s = case.load * case.layer_s / case.layer_bytes
         landed = max(self.now, self.free) + (case.write_s + self.size * true_byte_s) * self.slower * (1 + self.noise)
-        speed.posted(len(self.writes), self.size, self.now)
+        speed.write_posted(len(self.writes), self.size, self.now)
         self.in_flight.append((len(self.writes), landed))
         self.writes.append((self.now, landed, self.layers))
         self.layers, self.size, self.free = 0, 0, landed

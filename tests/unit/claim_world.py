@@ -95,7 +95,7 @@ class ClaimWorld:
     def come(self) -> None:
         self.here = True
         if self.claim.waits:
-            self.send(protocol.Came())
+            self.send(protocol.RequestArrived())
 
     def begin(self) -> None:
         """P may have forgotten that the request came."""

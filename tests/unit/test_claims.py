@@ -183,7 +183,7 @@ class World(FakePeers):
 
     def begin(self, *request_ids: str, transfer: str | None = None) -> None:
         """Requests come and begin."""
-        self.claims.came([Arrived(each, transfer, self.digests.get(each)) for each in request_ids])
+        self.claims.requests_arrived([Arrived(each, transfer, self.digests.get(each)) for each in request_ids])
         for request_id in request_ids:
             registration = self.takes(request_id)
             if registration is None:
@@ -198,7 +198,7 @@ class World(FakePeers):
 
     def comes(self, request_id: str, digest: str, transfer: str | None = None) -> None:
         """A request comes to the queue."""
-        self.claims.came([Arrived(request_id, transfer, digest)])
+        self.claims.requests_arrived([Arrived(request_id, transfer, digest)])
 
     def takes_back(self, registration: Registration, sender: str = "d-0") -> None:
         self.claims.on_unregister(sender, unregister(registration, registration.attempt), self.now)
@@ -434,7 +434,7 @@ def test_a_registration_waits_for_its_prompt_of_a_name_given_twice() -> None:
 
 def test_a_registration_waits_while_the_prompt_of_its_name_is_unknown() -> None:
     world = World()
-    world.claims.came([Arrived("a/p")])
+    world.claims.requests_arrived([Arrived("a/p")])
     world.says(asks(prefill="a", digest="two"))
     world.tick(UNKNOWN_S)
     assert world.heard() == [Accepted("a/d")]
@@ -649,7 +649,7 @@ def test_the_end_of_an_unrelated_request_refuses_no_registration() -> None:
     world.ends("c/p")
     world.takes("c/q")  # it came again
     world.ends("e/p")
-    world.claims.came([Arrived("e/q")])  # it came again, perhaps before the writer knows
+    world.claims.requests_arrived([Arrived("e/q")])  # it came again, perhaps before the writer knows
     wanted = [asks(), asks("cmpl-b-1/d", prefill="cmpl-b-0"), asks("c/d"), asks("e/d")]
     for registration in wanted:
         world.says(registration)
@@ -693,7 +693,7 @@ def test_a_registration_without_a_request_is_refused_after_a_timeout() -> None:
 def test_a_registration_waits_while_its_request_is_in_the_queue(request_id: str, transfer: str | None) -> None:
     """It leaves when it was pushed to another decode engine."""
     world = World()
-    world.claims.came([Arrived(request_id, transfer), Arrived("b/p")])
+    world.claims.requests_arrived([Arrived(request_id, transfer), Arrived("b/p")])
     world.says(asks(transfer=transfer))
     world.tick(2 * UNKNOWN_S)
     world.tick(2 * UNKNOWN_S)
@@ -707,7 +707,7 @@ def test_a_registration_waits_while_its_request_is_in_the_queue(request_id: str,
 def test_an_aborted_request_is_removed_from_the_arrivals() -> None:
     """Its arrival is handled on demand, and before its end."""
     world = World()
-    world.claims.came([Arrived("a/p"), Arrived("b/p")])
+    world.claims.requests_arrived([Arrived("a/p"), Arrived("b/p")])
     world.ends("a/p")
     assert [each.request_id for each in world.claims._prompts] == ["b/p"]
 
@@ -831,7 +831,7 @@ def test_the_end_of_a_transfer_is_remembered_until_its_next_request(why: str) ->
     reason = "the prefill request has ended: aborted" if why == "aborted" else SPARE_ANSWER
     world.says(asks(d, transfer="t"))
     assert failure(reason, request_id=d, epoch=0) in world.heard()
-    world.claims.came([Arrived("cmpl-q-0/p", "t")])
+    world.claims.requests_arrived([Arrived("cmpl-q-0/p", "t")])
     world.says(asks("cmpl-e-0/d", transfer="t"))
     assert world.heard() == [Accepted("cmpl-e-0/d")], "it came again"
 
@@ -846,7 +846,7 @@ def test_a_registration_at_the_wrong_rank_fails_at_once(registered: str) -> None
     world = World()
     if registered == "before":
         world.says(asks())
-    world.claims.went_elsewhere("a/p", 1, world.now)
+    world.claims.rank_is_other("a/p", 1, world.now)
     world.settle()
     if registered == "after":
         world.says(asks())
@@ -856,7 +856,7 @@ def test_a_registration_at_the_wrong_rank_fails_at_once(registered: str) -> None
 
 def test_the_next_attempt_may_use_this_rank() -> None:
     world = World()
-    world.claims.went_elsewhere("a/p", 1, world.now)
+    world.claims.rank_is_other("a/p", 1, world.now)
     world.tick(ELSEWHERE_S)
     world.says(asks())
     assert world.heard() == [Accepted("a/d")]
@@ -865,7 +865,7 @@ def test_the_next_attempt_may_use_this_rank() -> None:
 
 def test_a_local_request_is_pushed_even_if_another_went_elsewhere() -> None:
     world = World("a/p")
-    world.claims.went_elsewhere("a/q", 1, world.now)
+    world.claims.rank_is_other("a/q", 1, world.now)
     world.says(asks())
     assert world.pushes == {"a/p": "a/d"}
 
@@ -923,7 +923,7 @@ def test_a_cancelled_or_declined_request_is_withdrawn(when: str) -> None:
     if when == "it is pushed":
         world.served(wanted)
     elif when != "it is not here":
-        world.claims.came([Arrived("b/p"), Arrived("a/p")])
+        world.claims.requests_arrived([Arrived("b/p"), Arrived("a/p")])
     if when == "it was declined":
         world.claims.on_decline(declined(), world.now)
     else:
@@ -935,7 +935,7 @@ def test_a_cancelled_or_declined_request_is_withdrawn(when: str) -> None:
 def test_a_decline_of_an_ended_request_withdraws_no_other() -> None:
     """The next attempt has the same id but for its random suffix."""
     world = World()
-    world.claims.came([Arrived("a/p")])
+    world.claims.requests_arrived([Arrived("a/p")])
     world.claims.on_decline(declined(prefill="a/q"), world.now)
     assert world.withdrawn == []
     world.claims.on_decline(declined(prefill="a/p"), world.now)
@@ -1174,7 +1174,7 @@ def test_withheld_messages_expire(dropped: bool) -> None:
     world.tick(ENDED_S / 2)
     if not dropped:
         drops(world)
-    world.claims.came([Arrived("c/p")])
+    world.claims.requests_arrived([Arrived("c/p")])
     world.says(asks("c/d"))
     assert told(world) == these(failure("cut off", request_id="b/d"), Accepted("c/d"))
     world.says(wanted)
@@ -1501,20 +1501,20 @@ def test_an_early_registration_is_accepted_once_its_request_comes(begun: bool) -
     world.says(wanted)
     world.tick()
     assert world.network.handshakes == []
-    world.claims.came([Arrived("b/p"), Arrived("a/p")])
+    world.claims.requests_arrived([Arrived("b/p"), Arrived("a/p")])
     if begun:
         assert world.takes() == wanted
     world.tick()
     assert world.network.handshakes == [address_of(wanted)]
     assert world.heard() == [Accepted("a/d", first_token=True)]
-    world.claims.came([Arrived("a/q")])
+    world.claims.requests_arrived([Arrived("a/q")])
     world.tick()
     assert world.heard() == [], "once is enough"
 
 
 def test_a_registration_is_accepted_at_once_if_its_request_is_in_the_queue() -> None:
     world = World(connected=False)
-    world.claims.came([Arrived("a/p")])
+    world.claims.requests_arrived([Arrived("a/p")])
     world.says(asks())
     assert world.heard() == [Accepted("a/d")]
 
@@ -1524,7 +1524,7 @@ def test_an_engine_that_was_connected_meanwhile_gets_its_answer() -> None:
     world.says(asks())
     world.says(asks("b/d"))
     assert world.heard() == [Accepted("b/d")]
-    world.claims.came([Arrived("a/p")])
+    world.claims.requests_arrived([Arrived("a/p")])
     world.tick()
     assert world.heard() == [Accepted("a/d")]
 
@@ -1539,7 +1539,7 @@ def test_an_unconnected_engine_hears_that_p_lives() -> None:
         world.claims.on_ping(sender, Ping("D", 8))
     assert world.mail.taken() == [("d-1", Pong(8))]
     assert world.network.handshakes == []
-    world.claims.came([Arrived("a/p")])
+    world.claims.requests_arrived([Arrived("a/p")])
     world.tick()
     assert len(world.network.handshakes) == 1
 

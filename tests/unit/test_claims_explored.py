@@ -139,7 +139,7 @@ def test_an_illegal_event_is_refused_and_changes_nothing(state: State) -> None:
     worlds = [world for name in WORLDS for world in explored(name)[1] if world.state is state]
     for world in worlds[:: 1 + len(worlds) // 50]:
         before = likeness(world)
-        for event in (protocol.Matched(), protocol.Refused("no"), protocol.TimedOut("no"), protocol.Came()):
+        for event in (protocol.Matched(), protocol.Refused("no"), protocol.TimedOut("no"), protocol.RequestArrived()):
             if not world.claim.accepts(type(event)):
                 with pytest.raises(IllegalTransitionError, match=f"{type(event).__name__} while {state.name}"):
                     world.claim.handle(event, 0.0)
@@ -248,8 +248,8 @@ def a_stock_d_is_answered(patch: pytest.MonkeyPatch) -> None:
 @mutant
 def any_agent_counts_for_the_registration(patch: pytest.MonkeyPatch) -> None:
     """Agents of the earlier registration stay."""
-    note = Claim._note
-    patch.setattr(Claim, "_note", lambda self, event, senders=None: note(self, event, self.senders))
+    keep = Claim._keep_registration
+    patch.setattr(Claim, "_keep_registration", lambda self, event, senders=None: keep(self, event, self.senders))
 
 
 @mutant

@@ -111,7 +111,7 @@ def test_a_failed_post_keeps_no_ring_space() -> None:
 
 def test_a_full_ring_refuses_a_write() -> None:
     pair = Pair()
-    assert pair.staging.ring.take(pair.staging.ring.capacity_bytes) == 0
+    assert pair.staging.ring.allocate(pair.staging.ring.capacity_bytes) == 0
     assert pair.gather() is None
     assert len(pair.staging.ring) == 1
 

@@ -20,9 +20,9 @@ def learned() -> LinkSpeed:
     """An estimate from six WRITEs, one behind the other; the last landed at time 1."""
     speed, at = LinkSpeed(), 1.0 - sum(map(seconds, range(1 << 20, 7 << 20, 1 << 20)))
     for size in range(1 << 20, 7 << 20, 1 << 20):
-        speed.posted(size, size, at)
+        speed.write_posted(size, size, at)
         at += seconds(size)
-        speed.ended(size, at, landed=True)
+        speed.write_ended(size, at, landed=True)
     return speed
 
 
@@ -35,16 +35,16 @@ def test_the_estimate_is_a_line_through_the_writes() -> None:
 def test_writes_of_one_size_give_a_mean() -> None:
     speed = LinkSpeed()
     for at in (1.0, 2.0, 3.0):
-        speed.posted(at, 100, at)
-        speed.ended(at, at + 0.5, landed=True)
+        speed.write_posted(at, 100, at)
+        speed.write_ended(at, at + 0.5, landed=True)
     assert speed.line == pytest.approx((0.0, 0.005))
 
 
 def test_writes_of_one_size_do_not_change_the_estimate_for_other_sizes() -> None:
     speed, size = learned(), 1 << 20
     for number in range(1000):
-        speed.posted(number, size, number)
-        speed.ended(number, number + seconds(size), landed=True)
+        speed.write_posted(number, size, number)
+        speed.write_ended(number, number + seconds(size), landed=True)
     assert speed.line == pytest.approx((WRITE_S, BYTE_S), rel=1e-3)
 
 
@@ -54,22 +54,22 @@ def test_scheduled_looks_reveal_a_fast_link(real_s: float) -> None:
     speed, layer_s = LinkSpeed(), 1.0
     assert speed.next_poll(0.0) == math.inf
     for at in range(0, 300, 3):
-        speed.posted(at, 100, at)
+        speed.write_posted(at, 100, at)
         seen = look = float(at)
         while look < at + real_s:
             seen, look = look, min(speed.next_poll(look), at + layer_s)
-        speed.ended(at, look, landed=True, seen=seen)
+        speed.write_ended(at, look, landed=True, seen=seen)
     assert 0.75 * real_s <= speed.line[1] * 100 <= 1.5 * real_s
     assert speed.slowdown(at) <= 2
 
 
 def test_a_write_that_overtakes_another_does_not_change_the_estimate() -> None:
     speed = LinkSpeed()
-    speed.posted("large", 100_000_000, 0.0)
-    speed.posted("small", 1_000_000, 45e-3)
-    speed.ended("small", 46e-3, landed=True)
+    speed.write_posted("large", 100_000_000, 0.0)
+    speed.write_posted("small", 1_000_000, 45e-3)
+    speed.write_ended("small", 46e-3, landed=True)
     assert not speed.is_known
-    speed.ended("large", 50e-3, landed=True)
+    speed.write_ended("large", 50e-3, landed=True)
     assert speed.line == pytest.approx((0.0, 50e-3 / 100_000_000))
 
 
@@ -77,16 +77,16 @@ def test_a_write_that_overtakes_another_does_not_change_the_estimate() -> None:
 def test_next_poll_terminates_for_a_tiny_write() -> None:
     """At a late clock time, rounding loses half of the WRITE's time."""
     speed = LinkSpeed()
-    speed.posted("tiny", 1, 0.0)
-    speed.ended("tiny", 1e-12, landed=True)
-    speed.posted("later", 1, 1e9)
+    speed.write_posted("tiny", 1, 0.0)
+    speed.write_ended("tiny", 1e-12, landed=True)
+    speed.write_posted("later", 1, 1e9)
     assert speed.next_poll(2e9) == 1e9
 
 
 def test_writes_queue_for_the_link() -> None:
     speed = learned()
     for key in range(3):
-        speed.posted(key, 1 << 20, 1.0)
+        speed.write_posted(key, 1 << 20, 1.0)
     assert speed.next_poll(1.0, halfway=True) == pytest.approx(1.0 + 0.5 * seconds(1 << 20))
     assert speed.busy_s(1.0, times=2.0) == pytest.approx(6 * seconds(1 << 20))
     assert speed.busy_s(1.0 + seconds(1 << 20), times=2.0) == pytest.approx(5 * seconds(1 << 20))
@@ -94,43 +94,43 @@ def test_writes_queue_for_the_link() -> None:
 
 def test_late_writes_raise_the_slowdown_at_once_and_fast_writes_lower_it_slowly() -> None:
     speed, size = learned(), 1 << 20
-    speed.posted("slow", size, 1.0)
+    speed.write_posted("slow", size, 1.0)
     assert speed.slowdown(1.0 + 3 * seconds(size)) == pytest.approx(3.0)
     at = 1.0 + 4 * seconds(size)
-    speed.ended("slow", at, landed=True)
+    speed.write_ended("slow", at, landed=True)
     assert speed.slowdown(at) == pytest.approx(4.0)
-    speed.posted("fast", 100 * size, at)
-    speed.ended("fast", at + seconds(100 * size) / 2, landed=True)
+    speed.write_posted("fast", 100 * size, at)
+    speed.write_ended("fast", at + seconds(100 * size) / 2, landed=True)
     assert speed.slowdown(at) == pytest.approx(4.0 - 0.2 * 3.0)
 
 
 def test_a_lost_write_changes_neither_the_estimate_nor_the_next_writes_time() -> None:
     speed = learned()
     line = speed.line
-    speed.posted("lost", 1 << 30, 1.0)
-    speed.posted("next", 1 << 20, 1.0)
-    speed.ended("lost", 6.0, landed=False)
+    speed.write_posted("lost", 1 << 30, 1.0)
+    speed.write_posted("next", 1 << 20, 1.0)
+    speed.write_ended("lost", 6.0, landed=False)
     assert speed.line == line
     assert speed.last_landed == 1.0
-    speed.ended("next", 6.0 + seconds(1 << 20), landed=True)
+    speed.write_ended("next", 6.0 + seconds(1 << 20), landed=True)
     assert speed.slowdown(7.0) == pytest.approx(1.0)
 
 
 def test_a_clock_that_does_not_advance_causes_no_division_by_zero() -> None:
     speed = LinkSpeed()
     for key in range(3):
-        speed.posted(key, 100, 1.0)
-        speed.ended(key, 1.0, landed=True)
+        speed.write_posted(key, 100, 1.0)
+        speed.write_ended(key, 1.0, landed=True)
     assert speed.slowdown(2.0) == 1.0
 
 
 def test_a_write_counts_as_landed_halfway_between_two_looks() -> None:
     speed = LinkSpeed()
-    speed.posted("first", 100, 1.0)
-    speed.posted("second", 100, 2.0)
-    speed.ended("first", 4.0, landed=True, seen=2.0)
+    speed.write_posted("first", 100, 1.0)
+    speed.write_posted("second", 100, 2.0)
+    speed.write_ended("first", 4.0, landed=True, seen=2.0)
     assert speed.line == pytest.approx((0.0, 2.0 / 100)), "halfway between the looks: at 3"
-    speed.ended("second", 5.0, landed=True, seen=4.0)
+    speed.write_ended("second", 5.0, landed=True, seen=4.0)
     assert speed.line == pytest.approx((0.0, (0.9 * 2.0 + 1.5) / 190)), "the second WRITE was alone from 3 to 4.5"
 
 
@@ -138,11 +138,11 @@ def test_the_size_limit_is_a_multiple_of_the_largest_recent_write() -> None:
     speed = LinkSpeed()
     assert speed.proven_bytes == 0
     for number, size in enumerate((100, 1000, 100, 100)):
-        speed.posted(number, size, number)
-        speed.ended(number, number + 0.5, landed=True)
+        speed.write_posted(number, size, number)
+        speed.write_ended(number, number + 0.5, landed=True)
     assert speed.proven_bytes == pytest.approx(GROWTH * KEPT**2 * 1000)
-    speed.posted("lost", 10_000, 9.0)
-    speed.ended("lost", 9.5, landed=False)
+    speed.write_posted("lost", 10_000, 9.0)
+    speed.write_ended("lost", 9.5, landed=False)
     assert speed.proven_bytes == pytest.approx(GROWTH * KEPT**2 * 1000)
 
 
@@ -150,9 +150,9 @@ def run(speed: LinkSpeed, *writes: tuple[int, int]) -> None:
     """WRITEs of ``(size, descriptors)``, one behind the other, each exactly as long as ``TERMS`` say."""
     at = max(speed.last_landed, 0.0)
     for number, (size, descriptors) in enumerate(writes):
-        speed.posted(number, size, at, descriptors)
+        speed.write_posted(number, size, at, descriptors)
         at += seconds(size) + descriptors * TERMS.descriptor_s
-        speed.ended(number, at, landed=True)
+        speed.write_ended(number, at, landed=True)
 
 
 def test_the_estimate_has_a_term_for_descriptors() -> None:
@@ -189,11 +189,11 @@ def test_a_change_of_the_plan_is_no_slow_link() -> None:
     speed = LinkSpeed()
     run(speed, *[(1 << 20, 128), (2 << 20, 4)] * 20)
     run(speed, *[(1 << 20, 2)] * 20)
-    speed.posted("many", 1 << 20, 100.0, 128)
+    speed.write_posted("many", 1 << 20, 100.0, 128)
     due = seconds(1 << 20) + 128 * 3e-6
     assert speed.busy_s(100.0, 1.0) == pytest.approx(due, rel=0.01)
     assert speed.next_poll(100.0) == pytest.approx(100.0 + due / 2, rel=1e-6)
-    speed.ended("many", 100.0 + due, landed=True)
+    speed.write_ended("many", 100.0 + due, landed=True)
     assert speed.slowdown(101.0) == pytest.approx(1.0, abs=0.01)
 
 
@@ -205,21 +205,21 @@ def test_a_change_of_the_plan_is_no_slow_link() -> None:
 def test_no_term_is_negative(writes: list[tuple[int, int, float]]) -> None:
     speed = LinkSpeed()
     for number, (size, descriptors, took) in enumerate(writes):
-        speed.posted(number, size, 10.0 * number, descriptors)
-        speed.ended(number, 10.0 * number + took, landed=True)
+        speed.write_posted(number, size, 10.0 * number, descriptors)
+        speed.write_ended(number, 10.0 * number + took, landed=True)
         assert min(speed.terms) >= 0
         assert speed.estimate(100, 10) > 0
 
 
 def test_a_write_whose_blocks_are_copied_first_is_timed_from_the_wire_on() -> None:
     speed = learned()
-    speed.posted("expected", 1 << 20, 1.5)
+    speed.write_posted("expected", 1 << 20, 1.5)
     assert speed.busy_s(1.0, 1.0) == pytest.approx(0.5 + seconds(1 << 20))
     assert speed.slowdown(1.4) == pytest.approx(1.0), "it is still copied"
-    speed.posted_at("expected", 7.0)
-    speed.ended("expected", 7.0 + seconds(1 << 20), landed=True)
+    speed.write_posted_at("expected", 7.0)
+    speed.write_ended("expected", 7.0 + seconds(1 << 20), landed=True)
     assert speed.slowdown(8.0) == pytest.approx(1.0)
-    speed.posted_at("unknown", 9.0)
+    speed.write_posted_at("unknown", 9.0)
     assert speed.busy_s(8.0, 1.0) == 0
 
 

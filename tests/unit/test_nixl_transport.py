@@ -229,7 +229,7 @@ TEARS: dict[str, dict[str, Exception | str]] = {
 def failing(
     agent: ScriptedAgent, tear: str = "a check says so", script: Mapping[str, Exception | str] | None = None
 ) -> NixlTransport:
-    """The transport of an agent whose first WRITE fails; its confirmation, the second one, waits unless it is scripted."""
+    """The transport of an agent whose first WRITE fails. The second one, its confirmation, waits unless scripted."""
     agent.failures = {"check 1": "PROC", **TEARS[tear], **(script or {})}
     return NixlTransport(agent)
 

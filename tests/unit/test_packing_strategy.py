@@ -35,8 +35,8 @@ class Chooser:
     ) -> None:
         self.speed = LinkSpeed()
         if descriptor_s is not None:
-            self.speed.posted(0, 1000, 0.0)
-            self.speed.ended(0, 1.0, landed=True)
+            self.speed.write_posted(0, 1000, 0.0)
+            self.speed.write_ended(0, 1.0, landed=True)
             self.speed.terms = Terms(1e-4, byte_s, descriptor_s)
         self.staged: list[Any] = []
         gatherer = SimpleNamespace(block_bytes=BLOCK_BYTES, gather=lambda *_: self._gather() if room else None)

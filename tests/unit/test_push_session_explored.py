@@ -85,7 +85,7 @@ def moves(world: PushWorld) -> Iterator[Move]:
         yield PushWorld.cancel
     if world.state is State.CONNECTING:
         yield lambda w: w.send(push_protocol.Connected())
-        yield lambda w: w.send(push_protocol.Refused())
+        yield lambda w: w.send(push_protocol.LinkRefused())
     if world.pushed_by_upstream:
         yield PushWorld.post_whole
     if world.upstream_busy:
@@ -182,7 +182,7 @@ def samples(world: PushWorld) -> list[Event]:
         push_protocol.PostReady(),
         push_protocol.Registered(world.registration),
         push_protocol.Connected(),
-        push_protocol.Refused(),
+        push_protocol.LinkRefused(),
         push_protocol.WriteLanded(write),
         push_protocol.WriteLost(write, "no"),
         push_protocol.Failed("no"),

@@ -15,7 +15,7 @@ SIZE = 256
 def test_spans_never_overlap_and_all_space_is_returned(steps: list[tuple[int, int, int]]) -> None:
     ring, taken = Ring(SIZE), {}
     for size, align, given_back in steps:
-        offset = ring.take(size, align)
+        offset = ring.allocate(size, align)
         if offset is not None:
             assert offset % align == 0
             assert 0 <= offset <= SIZE - size
@@ -24,11 +24,11 @@ def test_spans_never_overlap_and_all_space_is_returned(steps: list[tuple[int, in
         if taken and given_back % 2:
             victim = sorted(taken)[given_back % len(taken)]
             del taken[victim]
-            ring.give(victim)
+            ring.free(victim)
         assert (ring.used_bytes, len(ring)) == (sum(taken.values()), len(taken))
     for offset in taken:
-        ring.give(offset)
-    assert ring.take(SIZE) == 0
+        ring.free(offset)
+    assert ring.allocate(SIZE) == 0
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12))
@@ -36,7 +36,7 @@ def test_a_span_is_refused_only_if_no_gap_is_large_enough(sizes: list[int]) -> N
     """Bytes are refused only if no gap is large enough."""
     ring, taken = Ring(SIZE), {}
     for size in sizes:
-        offset = ring.take(size)
+        offset = ring.allocate(size)
         edges = sorted([(start, start + length) for start, length in taken.items()])
         gaps = [
             right - left
@@ -46,30 +46,30 @@ def test_a_span_is_refused_only_if_no_gap_is_large_enough(sizes: list[int]) -> N
         if offset is not None:
             taken[offset] = size
         if len(taken) > 3:
-            ring.give(oldest := next(iter(taken)))
+            ring.free(oldest := next(iter(taken)))
             del taken[oldest]
 
 
 def test_a_returned_span_is_reused_last() -> None:
     ring = Ring(30)
-    first = ring.take(10)
+    first = ring.allocate(10)
     assert first == 0
-    ring.give(first)
-    assert ring.take(10) == 10
-    assert ring.take(10) == 20
-    assert ring.take(10) == 0
+    ring.free(first)
+    assert ring.allocate(10) == 10
+    assert ring.allocate(10) == 20
+    assert ring.allocate(10) == 0
 
 
 @pytest.mark.parametrize("offset", [0, 5, 10])
 def test_a_span_that_is_not_taken_cannot_be_returned(offset: int) -> None:
     ring = Ring(30)
-    span = ring.take(10)
+    span = ring.allocate(10)
     assert span == 0
-    ring.give(span)
+    ring.free(span)
     with pytest.raises(RingError):
-        ring.give(offset)
+        ring.free(offset)
 
 
 def test_an_empty_span_is_refused() -> None:
     with pytest.raises(ValueError, match="0 bytes"):
-        Ring(30).take(0)
+        Ring(30).allocate(0)

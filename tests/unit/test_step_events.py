@@ -50,7 +50,7 @@ class SlowDevice:
 
 
 def taken(source: StepEvents) -> list[StepEvent]:
-    return [event for event, _ in source.take()]
+    return [event for event, _ in source.take_events()]
 
 
 def kinds(events: list[StepEvent]) -> list[object]:
@@ -109,8 +109,8 @@ def test_a_step_with_revocations_only_is_not_armed() -> None:
     source.layer_saved("layers.0")
     source.sweep()
     assert taken(source) == []
-    assert list(source.revoked()) == [Revoked("p-1", Preempted(), 0), Revoked("p-2", Aborted(), 0)]
-    assert list(source.revoked()) == []
+    assert list(source.take_revoked()) == [Revoked("p-1", Preempted(), 0), Revoked("p-2", Aborted(), 0)]
+    assert list(source.take_revoked()) == []
     assert wakes.count == 2
 
 
@@ -119,7 +119,7 @@ def test_a_revocation_does_not_wait_for_fences() -> None:
     source.arm(PLAN)
     source.layer_saved("layers.0")
     source.arm(StepPlan(), ["p-1"])
-    assert list(source.revoked()) == [Revoked("p-1", Aborted(), started=1)]
+    assert list(source.take_revoked()) == [Revoked("p-1", Aborted(), started=1)]
     assert source.is_void("p-1", step=1)
 
 
@@ -133,7 +133,7 @@ def test_a_revocation_voids_only_earlier_steps() -> None:
     assert not source.is_void("p-2", first)
     source.forget_void()
     assert source.is_void("p-1", first), "forgotten while a revocation was still to be taken"
-    assert list(source.revoked()) == [Revoked("p-1", Aborted(), started=1)]
+    assert list(source.take_revoked()) == [Revoked("p-1", Aborted(), started=1)]
     source.forget_void()
     assert not source.is_void("p-1", first)
 
@@ -145,7 +145,7 @@ def test_a_revocation_names_the_first_step_since_the_previous_revocation() -> No
     source.arm(PLAN, ["p-1"])
     source.arm(StepPlan(preempted=("p-1",)))
     source.revoke(aborted=["p-1"])
-    assert [revoked.started for revoked in source.revoked()] == [1, 3, 0]
+    assert [revoked.started for revoked in source.take_revoked()] == [1, 3, 0]
 
 
 def test_an_expired_lease_voids_all_earlier_steps() -> None:
@@ -155,10 +155,10 @@ def test_an_expired_lease_voids_all_earlier_steps() -> None:
     source.expire("p-1")
     (armed,) = taken(source)
     assert isinstance(armed, StepStarted)
-    (done,) = source.finished(swept=armed.step)
+    (done,) = source.take_finished(swept=armed.step)
     assert source.is_void("p-1", armed.step)
     assert source.is_void("p-1", done.step)
-    assert list(source.revoked()) == [Revoked("p-1", LeaseExpired(), 0)]
+    assert list(source.take_revoked()) == [Revoked("p-1", LeaseExpired(), 0)]
 
 
 def test_a_finish_comes_after_the_steps_of_its_request() -> None:
@@ -169,13 +169,13 @@ def test_a_finish_comes_after_the_steps_of_its_request() -> None:
     source.finish("p-1", ([1, 2],))
     (armed,) = taken(source)
     assert isinstance(armed, StepStarted)
-    assert source.finished(swept=armed.step - 1) == []
+    assert source.take_finished(swept=armed.step - 1) == []
     source.arm(PLAN)
     device.fences[0].open = True
     assert kinds(taken(source)) == [StepEnded, StepStarted]
-    (done,) = source.finished(swept=armed.step)
+    (done,) = source.take_finished(swept=armed.step)
     assert (done.request_id, done.step) == ("p-1", armed.step)
-    assert source.finished(swept=armed.step) == []
+    assert source.take_finished(swept=armed.step) == []
 
 
 def test_every_layer_but_the_last_of_a_step_wakes_lazily() -> None:
@@ -214,11 +214,11 @@ def test_the_time_of_a_fenced_event_is_the_time_of_its_fence() -> None:
     source = StepEvents(NAMES, Wakes(), device)
     source.arm(PLAN)
     source.layer_saved("layers.0")
-    list(source.take())
+    list(source.take_events())
     saved_before = time.perf_counter()
     device.fences[0].open = True
 
-    ((_, at),) = source.take()
+    ((_, at),) = source.take_events()
     assert at > saved_before
 
 

@@ -183,9 +183,9 @@ def test_cached_tokens_of_a_partial_block_wait_for_the_step() -> None:
 
 
 def test_a_chunk_is_marked_if_its_request_does_not_stream() -> None:
-    watched = PromptProgress("p-1", (16,), streams=False).advance(0, 8, 8, [[1]])
+    watched = PromptProgress("p-1", (16,), whole=True).advance(0, 8, 8, [[1]])
     assert watched is not None
-    assert not watched.streams
+    assert watched.whole
 
 
 def test_every_chunk_has_the_mode_of_its_request() -> None:

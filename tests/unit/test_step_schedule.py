@@ -200,7 +200,7 @@ def test_a_write_is_polled_early_and_then_less_often(
     schedule, link = StepSchedule(LAYERS, LayerInterval()), LinkSpeed()
     link.terms = Terms(write_s=1.0)
     schedule._leave_at, schedule._scheduled = {"D": math.inf} if waiting else {}, [link]
-    link.posted("write", 1, 0.0)
+    link.write_posted("write", 1, 0.0)
     assert [schedule.next_due(now) - now for now in (0.0, 0.5, 3.0, 4.5)] == polls
 
 

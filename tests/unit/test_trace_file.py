@@ -259,7 +259,7 @@ def test_a_dead_thread_is_logged_and_later_records_count_as_dropped(
 def test_a_load_has_a_line_of_its_own(tmp_path: Path) -> None:
     file = TraceFile(str(tmp_path), "eng", 0)
     load = LoadRecord(request_id="d-1", engine_id="eng", prefill_engine_id="P", t_awaited=1.0)
-    load.settled("failed", "P is gone", 2.0)
+    load.settle("failed", "P is gone", 2.0)
     file.add(load)
     file.close()
     _, line = lines(tmp_path)

@@ -9,18 +9,18 @@ def test_an_abort_is_pending_until_the_end_of_a_later_turn() -> None:
     aborts = UnreportedAborts()
     assert not aborts.is_pending(10.0)
     before = aborts.count
-    aborts.dropped(10.0)
+    aborts.abort_began(10.0)
     assert aborts.is_pending(10.0)
-    aborts.drained(before)
+    aborts.aborts_drained(before)
     assert aborts.is_pending(10.1), "that turn may have missed it"
-    aborts.drained(aborts.count)
+    aborts.aborts_drained(aborts.count)
     assert not aborts.is_pending(10.1)
 
 
 def test_an_unreported_abort_is_pending_for_a_limited_time() -> None:
     aborts = UnreportedAborts()
-    aborts.dropped(10.0)
+    aborts.abort_began(10.0)
     assert aborts.is_pending(10.0 + ABORT_REPORT_S - 0.1)
     assert not aborts.is_pending(10.0 + ABORT_REPORT_S)
-    aborts.dropped(12.0)
+    aborts.abort_began(12.0)
     assert aborts.is_pending(12.5)

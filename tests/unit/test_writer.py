@@ -280,10 +280,10 @@ def test_requests_choose_their_push_mode(configured: PushMode) -> None:
     chosen: dict[str, PushMode | None] = dict(zip(("r-0", "r-1", "r-2", "r-3", "r-4"), (None, *PushMode), strict=True))
     modes = [mode or configured for mode in chosen.values()]
     for number, (name, mode) in enumerate(chosen.items()):
-        prompt = Prompt(name, TOKENS, list(range(1 + 8 * number, 9 + 8 * number)), mode, streams=mode != "request")
+        prompt = Prompt(name, TOKENS, list(range(1 + 8 * number, 9 + 8 * number)), mode, whole=mode == "request")
         wanted = rig.host.pending[name] = rig.asks(prompt, decoder, first=1 + 8 * number)
         if mode is None:
-            prompt.progress.streams = configured != "request"
+            prompt.progress.whole = configured == "request"
         rig.step((prompt, 9))
         rig.step((prompt, 13))
         rig.settle()
@@ -305,7 +305,7 @@ def test_requests_choose_their_push_mode(configured: PushMode) -> None:
 )
 def test_an_engine_unable_to_push_by_layer_records_the_fallback(mode: PushMode, fallback: str | None) -> None:
     rig = Rig(engine=Identity("P", 0, UNABLE))
-    prompt, decoder = Prompt("p-1", TOKENS, list(range(1, 9)), mode, streams=False), rig.decoder()
+    prompt, decoder = Prompt("p-1", TOKENS, list(range(1, 9)), mode, whole=True), rig.decoder()
     wanted = rig.registers(prompt, decoder)
     rig.step((prompt, TOKENS))
     assert rig.fabric.writes == []
@@ -321,7 +321,7 @@ def test_an_engine_unable_to_push_by_layer_records_the_fallback(mode: PushMode, 
 )
 def test_a_short_prompt_is_pushed_whole_in_every_mode(mode: PushMode | None, fallback: str | None) -> None:
     rig = Rig()
-    prompt, decoder = Prompt("p-1", TOKENS, list(range(1, 9)), mode, streams=False), rig.decoder()
+    prompt, decoder = Prompt("p-1", TOKENS, list(range(1, 9)), mode, whole=True), rig.decoder()
     rig.registers(prompt, decoder)
     rig.step((prompt, TOKENS))
     rig.finish(prompt)
@@ -387,7 +387,7 @@ def test_a_turn_looks_at_no_push_that_only_waits(monkeypatch: pytest.MonkeyPatch
     """A busy D registers late, and P's writer turns a thousand times a second until it does."""
     rig, looks = Rig(), list[str]()
     for number in range(50):
-        rig.writer._open(f"p-{number}", streams=True)
+        rig.writer._open(f"p-{number}", whole=False)
 
     class Watched(PushSession):
         def __getattribute__(self, name: str) -> Any:
@@ -410,7 +410,7 @@ def test_an_engine_is_served_until_the_last_push_of_a_registration_is_over(first
     """A stock engine's request may come again before its first push has left the table."""
     rig = Rig()
     wanted = registration([1], engine="D")
-    pushes = [rig.writer._open(f"p-{number}", streams=True) for number in range(2)]
+    pushes = [rig.writer._open(f"p-{number}", whole=False) for number in range(2)]
     for push in pushes:
         push.session.registration = wanted
         rig.writer._pushes.changed(push)

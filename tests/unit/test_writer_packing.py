@@ -104,11 +104,11 @@ def test_without_ring_space_writes_go_directly() -> None:
     rig, prompt, wanted = story()
     rig.step((prompt, 4))
     rig.settle()
-    assert rig.staging.ring.take(rig.staging.ring.capacity_bytes) == 0
+    assert rig.staging.ring.allocate(rig.staging.ring.capacity_bytes) == 0
     rig.step((prompt, TOKENS))
     rig.settle()
     rig.assert_delivered(prompt, wanted)
-    rig.staging.ring.give(0)
+    rig.staging.ring.free(0)
     assert {write.plan for write in over(rig, prompt, wanted).writes} == {"gathered", "direct"}
 
 

@@ -58,14 +58,14 @@ class Prompt:
     tokens: int
     table: list[int]
     mode: PushMode | None = None
-    streams: bool = True
+    whole: bool = False
     provisional: bool = False
     """P's scheduler may take its steps back."""
     progress: PromptProgress = field(init=False)
     computed: int = 0
 
     def __post_init__(self) -> None:
-        self.progress = PromptProgress(self.name, (BLOCK_SIZE,), self.streams, self.mode, provisional=self.provisional)
+        self.progress = PromptProgress(self.name, (BLOCK_SIZE,), self.whole, self.mode, provisional=self.provisional)
 
     @property
     def blocks(self) -> list[int]:

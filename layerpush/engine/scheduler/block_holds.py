@@ -8,7 +8,12 @@ from typing import Any, Protocol
 
 
 class BlockPool(Protocol):
-    """The part of vLLM's block pool that this module uses. The pool hands out only blocks without a reference."""
+    """The part of vLLM's block pool that the scheduler's side uses. The pool hands out only blocks without a reference.
+
+    ``blocks`` are all blocks of the engine, by id.
+    """
+
+    blocks: Sequence[Any]
 
     def touch(self, blocks: Sequence[Any]) -> None: ...
 

@@ -7,17 +7,10 @@ layers with a window, or with chunked attention, that token may attend to earlie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from layerpush.core.wire import NULL_BLOCK
 from layerpush.engine.scheduler.block_holds import BlockPool
-
-
-class Pool(BlockPool, Protocol):
-    """``blocks`` are all blocks of the engine, by id."""
-
-    blocks: Sequence[Any]
-
 
 DroppedBlocks = Sequence[range]
 """For each KV cache group, the indices of the prompt's blocks that the last token needs and the next one does not."""
@@ -26,7 +19,7 @@ DroppedBlocks = Sequence[range]
 class LastWindows:
     """References of our own to such blocks of a prefill engine, from the prompt's last step until its push is over."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._held: dict[str, list[tuple[int, int, Any]]] = {}
 

@@ -18,8 +18,8 @@ from layerpush.compat.metadata import (
     LoadPostponed,
     News,
     PushDeclined,
+    RankIsOther,
     TraceHeaders,
-    WentElsewhere,
 )
 from layerpush.compat.nixl_connector import NixlConnectorMetadata
 from layerpush.compat.push_scheduler import (
@@ -142,7 +142,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self.postponed = PostponedLoads(ranks)
         self._ended = EndedCounts(ranks, self.metrics.recorder)  # one rank of a prefill context parallel group pushes
         self._hand_overs = HandOvers(engine_id, self.metrics.recorder, self._trace.add)
-        self._can_stream = engine_fallback(self) is None
+        self._pushes_by_layer = engine_fallback(self) is None
         self.first_tokens = self._first_tokens(vllm_config)
 
     def _first_tokens(self, vllm_config: VllmConfig) -> FirstTokens | None:
@@ -189,9 +189,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
             self._digests[request.request_id] = super().prompt_digest(request)
         return self._digests[request.request_id]
 
-    def went_elsewhere(self, request_id: str, rank: int) -> None:
+    def rank_is_other(self, request_id: str, rank: int) -> None:
         """A request went to another data-parallel ``rank`` of this engine: no registration for it can be served."""
-        self._news.append(WentElsewhere(request_id, rank))
+        self._news.append(RankIsOther(request_id, rank))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Note the prefix-cache hit of a request, in tokens. Returns the tokens to load, and whether there are any."""
@@ -228,10 +228,10 @@ class LayerwisePushScheduler(VllmPushScheduler):
             return
         chosen = chosen_mode(request.kv_transfer_params)
         long_enough = request.num_prompt_tokens >= self._config.layerwise_min_tokens
-        streams = self._can_stream and long_enough and (chosen or self._config.mode) is not PushMode.WHOLE
-        watched = self._can_stream and self._config.trace_dir is not None
-        if streams or watched or chosen is not None:
-            progress = PromptProgress(request.request_id, self._kinds.block_sizes, streams, chosen)
+        whole = not self._pushes_by_layer or not long_enough or (chosen or self._config.mode) is PushMode.WHOLE
+        watched = self._pushes_by_layer and self._config.trace_dir is not None
+        if not whole or watched or chosen is not None:
+            progress = PromptProgress(request.request_id, self._kinds.block_sizes, whole, chosen)
             self._prompts[request.request_id] = (request, progress)
 
     def _decline(self, request: Request) -> None:
@@ -330,7 +330,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         super().on_new_request(request)  # vLLM's heartbeats name it again
         self.postponed.request_waits(request_id, self.prompt_names(request))
         if self.first_tokens is not None:
-            self.first_tokens.finished(request_id)
+            self.first_tokens.request_finished(request_id)
 
     def take_withdrawn(self) -> set[str]:
         """The answered requests whose decode engine has withdrawn since the last call. The caller aborts them."""
@@ -339,7 +339,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             self.metrics.recorder.count(EARLY_ANSWERS, "withdrawn")
         return taken
 
-    def measured(self, now: float) -> MetricDelta | None:
+    def take_metrics(self, now: float) -> MetricDelta | None:
         """Metrics since the last call. vLLM asks at the end of each step."""
         self._hand_overs.tick(now)
         self._ended.tick(now)
@@ -372,7 +372,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self.awaited.request_finished(request.request_id)
         self._hand_overs.request_finished(request.request_id, time.perf_counter())
         if self.first_tokens is not None:
-            self.first_tokens.finished(request.request_id)
+            self.first_tokens.request_finished(request.request_id)
         self._digests.pop(request.request_id, None)
         return outcome
 

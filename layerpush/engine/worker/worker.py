@@ -31,8 +31,8 @@ from layerpush.compat.metadata import (
     LoadPostponed,
     Notice,
     PushDeclined,
+    RankIsOther,
     TraceHeaders,
-    WentElsewhere,
 )
 from layerpush.compat.nixl_connector import get_base_request_id
 from layerpush.compat.push_worker import VllmPushWorker
@@ -181,7 +181,7 @@ class LayerwisePushWorker(VllmPushWorker):
         )
         self.pushes.registry = self.claims
         self._cuda = cuda.runtime(device)
-        self._contact = self._found_contact()
+        self._contact = self._own_contact()
         recorder, watch = self.metrics.recorder, PeerWatch(config.peer_timeout_s)
         self.loads = Loads(
             self,
@@ -220,7 +220,7 @@ class LayerwisePushWorker(VllmPushWorker):
             self._unreported_aborts,
         )
 
-    def _found_contact(self) -> bytes | None:
+    def _own_contact(self) -> bytes | None:
         """The address of this agent for peers without a handshake. None: they report a failure to nobody."""
         try:
             return self.transport.contact()
@@ -253,16 +253,16 @@ class LayerwisePushWorker(VllmPushWorker):
             self.task(partial(self._await_push, request_id, data), "a registration")
         for news in metadata.news:
             if isinstance(news, Arrived):
-                self.claims.came([news])  # the writer must have it before the request's first step
+                self.claims.requests_arrived([news])  # the writer must have it before the request's first step
             else:
-                self.task(partial(self._take, news), type(news).__name__)
+                self.task(partial(self._take_news, news), type(news).__name__)
         for request_id, blocks in metadata.push_finished_blocks.items():
             self.step_events.finish(request_id, blocks, metadata.sampled.get(request_id))
         metadata.push_registrations, metadata.push_finished_blocks = {}, {}
         self.claims.short_of_blocks = metadata.short_of_blocks
         self.step_events.arm(metadata.step_plan, metadata.reqs_not_processed)
         if metadata.reqs_not_processed:
-            self._unreported_aborts.dropped(time.perf_counter())
+            self._unreported_aborts.abort_began(time.perf_counter())
         self._waker.wake()
 
     def revoke(self, metadata: LayerwiseMetadata) -> None:
@@ -273,7 +273,7 @@ class LayerwisePushWorker(VllmPushWorker):
     def lease_expired(self, request_id: str) -> None:
         """The lease of a finished request is over. Comes before its blocks are freed."""
         self.step_events.expire(request_id)
-        self._unreported_aborts.dropped(time.perf_counter())
+        self._unreported_aborts.abort_began(time.perf_counter())
         self._waker.wake()
 
     def has_writes_in_flight(self, request_id: str) -> bool:
@@ -283,7 +283,7 @@ class LayerwisePushWorker(VllmPushWorker):
     def may_lapse(self, request_id: str) -> bool:
         return self.claims.may_lapse(request_id)
 
-    def measured(self, now: float) -> MetricDelta | None:
+    def take_metrics(self, now: float) -> MetricDelta | None:
         """Metrics since the last call. vLLM calls ``report`` next."""
         # Asked first: if no abort is pending, these metrics and the report have the outcomes of all.
         self._settles = self._unreported_aborts.is_pending(now)
@@ -314,11 +314,11 @@ class LayerwisePushWorker(VllmPushWorker):
 
     # Writer thread: news of the scheduler.
 
-    def _take(self, news: Notice) -> None:
+    def _take_news(self, news: Notice) -> None:
         now = time.perf_counter()
         match news:
-            case WentElsewhere():
-                self.claims.went_elsewhere(news.request_id, news.rank, now)
+            case RankIsOther():
+                self.claims.rank_is_other(news.request_id, news.rank, now)
             case PushDeclined():
                 self.loads.peers.decline(news.address, news.message)
             case LoadCancelled() if news.reason == ABORTED:

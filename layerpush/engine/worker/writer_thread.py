@@ -141,7 +141,7 @@ class WriterThread:
         for part in self._timed:
             part.tick(now)
         if not self._pushes.is_draining:
-            self._unreported_aborts.drained(aborts)
+            self._unreported_aborts.aborts_drained(aborts)
         awaited = self._loads.is_waiting or self._pushes.awaits_message
         self._notifications_s = NOTIFICATION_POLL_S if awaited else IDLE_POLL_S
         self._due = self._next_due(time.perf_counter())

@@ -124,7 +124,7 @@ class StagedWrite(Transfer):
 
     def _free(self) -> None:
         if self.span is not None:
-            self.gatherer.staging.ring.give(self.span)
+            self.gatherer.staging.ring.free(self.span)
             self.span = None
 
 
@@ -142,7 +142,7 @@ class Gatherer:
         """Begin a gathered WRITE of ``write`` to ``remote``, the decode engine's blocks. None: it cannot be begun now,
         for lack of room or because the device refuses the copy.
         """
-        span = self.staging.ring.take(len(remote) * self.block_bytes, self.block_bytes)
+        span = self.staging.ring.allocate(len(remote) * self.block_bytes, self.block_bytes)
         if span is None:
             return None
         first = span // self.block_bytes

@@ -23,7 +23,7 @@ class Ring:
         """The number of spans that are taken."""
         return len(self._starts)
 
-    def take(self, size: int, align: int = 1) -> int | None:
+    def allocate(self, size: int, align: int = 1) -> int | None:
         """Take ``size`` bytes. Returns their offset, a multiple of ``align``; None if there is no room now."""
         if size <= 0:
             raise ValueError(f"a span of {size} bytes")
@@ -37,7 +37,7 @@ class Ring:
                 return start
         return None
 
-    def give(self, offset: int) -> None:
+    def free(self, offset: int) -> None:
         """Give a span back. Raises ``RingError``."""
         if offset not in self._sizes:
             raise RingError(f"no span begins at byte {offset}")

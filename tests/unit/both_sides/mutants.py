@@ -125,13 +125,15 @@ def a_lost_token_is_awaited_for_ever(patch: Patch) -> None:
 @mutant()
 def a_token_comes_with_a_load_that_has_not_asked(patch: Patch) -> None:
     """A complete load without a token is reported with "late", even if it did not ask."""
-    add = Outcomes.add
+    report_ended = Outcomes.report_ended
 
     def mutated(self: Outcomes, record: Any, outcome: Any, reason: Any, now: float, *rest: Any) -> None:
         completions, token = [*rest, (), None][:2] if len(rest) < 2 else rest
-        add(self, record, outcome, reason, now, completions, "late" if completions and token is None else token)
+        report_ended(
+            self, record, outcome, reason, now, completions, "late" if completions and token is None else token
+        )
 
-    patch.setattr(Outcomes, "add", mutated)
+    patch.setattr(Outcomes, "report_ended", mutated)
 
 
 @mutant()
@@ -250,7 +252,7 @@ def a_push_is_complete_before_its_last_write_has_landed(patch: Patch) -> None:
 @mutant()
 def steps_of_a_revoked_request_still_count(patch: Patch) -> None:
     patch.setattr(StepEvents, "is_void", lambda self, request_id, step: False)
-    patch.setattr(StepEvents, "revoked", lambda self: iter(()))
+    patch.setattr(StepEvents, "take_revoked", lambda self: iter(()))
 
 
 @mutant()

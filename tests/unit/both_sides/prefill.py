@@ -68,7 +68,7 @@ class PrefillEngine:
         request = Request(prompt, self.world.new_id(prompt.base), None)
         self.requests[request.request_id] = request
         for rank in self.ranks:
-            rank.claims.came([Arrived(request.request_id, None, prompt.text)])
+            rank.claims.requests_arrived([Arrived(request.request_id, None, prompt.text)])
         return request
 
     def begin_step(

@@ -57,9 +57,9 @@ class WatchedRing(Ring):
         super().__init__(size)
         self._given = given
 
-    def give(self, offset: int) -> None:
+    def free(self, offset: int) -> None:
         size = self._sizes.get(offset, 0)
-        super().give(offset)
+        super().free(offset)
         self._given(range(offset, offset + size))
 
 
