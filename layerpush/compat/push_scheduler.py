@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,14 +34,14 @@ class StagedRegistration:
     blocks: list[KVCacheBlock]
 
 
-class VllmPushScheduler(NixlPushConnectorScheduler):
+class VllmPushScheduler(NixlPushConnectorScheduler, ABC):
     """Every method runs in the scheduler's thread."""
 
+    @abstractmethod
     def open_side_channel(self, host: str, port: int) -> Callable[..., None]:
         """Listen on the side channel's port. Returns the function that vLLM runs on a thread of its own, with its
-        encoded answers, two events and the address. A subclass overrides it. An exception ends the engine's start.
+        encoded answers, two events and the address. An exception ends the engine's start.
         """
-        raise NotImplementedError
 
     @property
     def _nixl_handshake_listener(self) -> Callable[..., None]:

@@ -1,7 +1,7 @@
 """vLLM's push worker with public names for its internals, so that no other folder uses vLLM's private names.
 
-A subclass overrides the hooks at the top of ``VllmPushWorker`` and calls its other public methods. Each section of the
-class names the thread that calls its methods.
+A subclass has the abstract methods at the top of ``VllmPushWorker``, and calls its other public methods. Each section
+of the class names the thread that calls its methods.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import queue
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -69,7 +70,7 @@ class WriterWaker(Protocol):
         """There may be work. vLLM calls it by this name, as on a ``threading.Event``."""
 
 
-class VllmPushWorker(NixlPushConnectorWorker):
+class VllmPushWorker(NixlPushConnectorWorker, ABC):
     """Makes every NIXL call on the writer thread, and lets the writer watch every WRITE.
 
     vLLM's own thread, ``nixl-push-writer``, stays the writer; it runs the loop given to ``start_writer``. It also sends
@@ -108,32 +109,32 @@ class VllmPushWorker(NixlPushConnectorWorker):
         if patches.is_on("handshakes"):
             self._handshake_initiation_executor = HandshakeExecutor(self._handshake_initiation_executor, self._ranks_of)
 
-    # Hooks that a subclass overrides.
+    # Hooks of a subclass.
 
+    @abstractmethod
     def whole_write_posted(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_id: str) -> None:
         """vLLM posted one WRITE of a whole push. Writer thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lease_expired(self, request_id: str) -> None:
         """vLLM is about to free the request's blocks. Main thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def has_writes_in_flight(self, request_id: str) -> bool:
         """Whether a WRITE reads from this request's blocks. Main thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def may_lapse(self, request_id: str) -> bool:
         """Whether a heartbeat must not prolong this request's lease. Main thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end_pushes(self, engine_id: str, reason: str) -> bool:
         """Fail the pushes to an engine. Returns whether no WRITE is on its way to it. Writer thread."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def engines_in_use(self) -> set[str]:
         """Engines that vLLM must not forget, however long they are silent. Any thread."""
-        raise NotImplementedError
 
     # Handshake executor, and the threads that ask side channels before.
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from layerpush.core.wire import (
     Cancelled,
     Completion,
+    Decline,
     Fail,
     FirstToken,
     Queued,
@@ -168,6 +169,14 @@ class Loads:
                 load.on_message(sender, message, payload, now)
             finally:
                 self._changed(load, now)
+
+    def on_pong(self, sender: str, now: float) -> None:
+        """An agent answers a ping: it lives."""
+        self.peers.on_message(sender, now, speaks_layerpush=True)
+
+    def decline(self, address: Address, message: Decline) -> None:
+        """Report to a prefill engine that this engine will not load a request."""
+        self.peers.decline(address, message)
 
     # Time.
 

@@ -163,6 +163,31 @@ class Push:
         self._polled_at = -math.inf
 
     @property
+    def state(self) -> State:
+        """The session's state. Any thread."""
+        return self.session.state
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether layers are written as they become ready."""
+        return self.state is State.STREAMING
+
+    @property
+    def mode(self) -> PushMode:
+        """The mode in which the request is pushed."""
+        return self.session.mode
+
+    @property
+    def key(self) -> tuple[str, str] | None:
+        """The key of its registration, if it has one. Any thread."""
+        registration = self.session.registration
+        return None if registration is None else registration.key
+
+    def accepts(self, event: type[Event]) -> bool:
+        """Whether the session accepts events of this type now."""
+        return self.session.accepts(event)
+
+    @property
     def in_flight(self) -> bool:
         """Whether a WRITE reads from the request's blocks. Any thread."""
         return bool(self.transfers)

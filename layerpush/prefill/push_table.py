@@ -45,7 +45,7 @@ class PushTable(dict[str, Push]):
     def changed(self, push: Push) -> None:
         """The state of a push, its registration or its transfers may have changed."""
         if self.get(push.request_id) is push:
-            self._sort(push, push.session.state, lives=True)
+            self._sort(push, push.state, lives=True)
 
     def take_eventful(self) -> dict[str, Push]:
         """Remove and return the pushes of ``eventful``, by request id."""
@@ -59,12 +59,12 @@ class PushTable(dict[str, Push]):
         _keep(self.unclaimed, push, push.is_unclaimed and lives)
         _keep(self.awaiting, push, push.awaits_peer and lives)
         _keep(self.draining, push, lives and state in (State.DRAINING, State.CLOSED))
-        registration = push.session.registration
-        if registration is not None:
-            pushes = self.serving.setdefault(registration.key, {})
+        key = push.key
+        if key is not None:
+            pushes = self.serving.setdefault(key, {})
             _keep(pushes, push, lives)
             if not pushes:
-                del self.serving[registration.key]
+                del self.serving[key]
 
 
 def _keep(pushes: dict[str, Push], push: Push, belongs: bool) -> None:

@@ -132,7 +132,7 @@ class Pushes:
         eventful = self._held | self._pushes.take_eventful()
         self._held = {}
         for push in eventful.values():
-            if push.session.state is State.STREAMING:
+            if push.is_streaming:
                 wait = push.request_id in step and self._schedule.waits(push)
                 push.post_ready(wait=wait)
                 if wait:
@@ -161,7 +161,7 @@ class Pushes:
     def _accepted(self, event: StepsAccepted) -> None:
         for request_id in event.request_ids:
             push = self._pushes.get(request_id)
-            if push is not None and push.session.accepts(ResultsAccepted):
+            if push is not None and push.accepts(ResultsAccepted):
                 push.handle(ResultsAccepted())
 
     def _take_revoked(self) -> None:
@@ -174,7 +174,7 @@ class Pushes:
                     push = self._open(request_id, whole=False)
                 else:
                     self._report_ended(request_id, event.reason)
-            if push is not None and push.session.accepts(type(event)):
+            if push is not None and push.accepts(type(event)):
                 logger.info("push of %s: %s", request_id, event.reason)
                 push.handle(event)
 
@@ -205,7 +205,7 @@ class Pushes:
                     self._ready(push, chunk, layer, at, hooked=None)
             else:
                 self._step.append((push, chunk))
-            if push.session.state is State.WAITING:
+            if push.state is State.WAITING:
                 registration = self.registry.take_registration(push.request_id, time.perf_counter())
                 if registration is not None:
                     push.register(registration)
@@ -215,7 +215,7 @@ class Pushes:
         swept = self._step_swept
         self._schedule.step_ended(len(self._layer_groups) - len(swept))
         if swept and self._step_events.is_hooked:
-            tokens = [chunk.end - chunk.start for push, chunk in self._step if push.session.mode.by_layer]
+            tokens = [chunk.end - chunk.start for push, chunk in self._step if push.mode.by_layer]
             self._unhooked.step_ended(swept, max(tokens, default=0))
         self._step, self._swept = [], self._current
 
@@ -232,7 +232,7 @@ class Pushes:
             self._ready(push, chunk, layer, at, hooked)
 
     def _ready(self, push: Push, chunk: ChunkPlan, layer: int, at: float, hooked: bool | None) -> None:
-        if push.session.accepts(Ready):
+        if push.accepts(Ready):
             push.record.ready_at(chunk.index, layer, at, hooked, keep=self._trace.enabled)
             push.handle(Ready(chunk.epoch, chunk.index, layer))
 
@@ -299,12 +299,12 @@ class Pushes:
         missing = len(self._layer_groups) - len(self._step_layers)
         if not self._step or not missing:
             return None
-        streaming = [push for push, _ in self._step if push.session.state is State.STREAMING]
+        streaming = [push for push, _ in self._step if push.is_streaming]
         all_wait = all(self._schedule.waits(push) for push in streaming)
         return self._layer_interval.next_due(
             now,
             missing,
-            by_layer=any(push.session.mode.by_layer for push, _ in self._step),
+            by_layer=any(push.mode.by_layer for push, _ in self._step),
             leave_at=self._schedule.leave_at if all_wait else None,
             fenced=self._step_events.has_fences,
         )
@@ -333,9 +333,9 @@ class Pushes:
         True if no WRITE for it is or will be on the wire; else ``Registry.report_failure`` follows.
         """
         push = self._pushes.get(request_id)
-        if push is None or push.session.registration is None or push.session.registration.key != key:
+        if push is None or push.key != key:
             return True
-        if not push.session.accepts(CancelledByD):
+        if not push.accepts(CancelledByD):
             return not push.in_flight
         push.handle(CancelledByD())
         return False
@@ -343,7 +343,7 @@ class Pushes:
     def decline(self, request_id: str) -> bool:
         """No decode engine will register this request of ``waiting``. False if its prefill has not ended."""
         push = self._pushes[request_id]
-        if push.session.accepts(CancelledByD):
+        if push.accepts(CancelledByD):
             push.handle(CancelledByD())
             return True
         return False
@@ -442,13 +442,13 @@ class Pushes:
     def computed(self) -> list[str]:
         """Requests whose prefill has ended and that no decode engine has registered. Any thread."""
         unclaimed = list(self._pushes.unclaimed.values())
-        return [push.request_id for push in unclaimed if push.session.state is State.WHOLE]
+        return [push.request_id for push in unclaimed if push.state is State.WHOLE]
 
     @property
     def has_registered_prompts(self) -> bool:
         """Whether a decode engine has registered a request whose prefill has begun, and has not ended."""
         return any(
-            push.finished_at is None and push.session.registration is not None and push.record.outcome == "pending"
+            push.finished_at is None and push.key is not None and push.record.outcome == "pending"
             for push in self._pushes.values()
         )
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from layerpush.core.push_mode import PushMode
 from layerpush.prefill.layer_interval import LayerInterval
 from layerpush.prefill.push import Push
-from layerpush.prefill.push_protocol import State
 from layerpush.prefill.write_schedule import SAFETY, Progress, Speeds, layers_to_wait
 from layerpush.transport.link import Link
 from layerpush.transport.link_speed import LinkSpeed
@@ -50,11 +49,11 @@ class StepSchedule:
             return
         by_engine: dict[str, tuple[Link, list[Push]]] = {}
         for push in pushes:
-            if push.session.state is State.STREAMING and push.link is not None:
+            if push.is_streaming and push.link is not None:
                 by_engine.setdefault(push.link.engine_id, (push.link, []))[1].append(push)
         for link, sharing in by_engine.values():
             running = [push for push in sharing if push.request_id in step]
-            if running and all(push.session.mode is PushMode.AUTO for push in running):
+            if running and all(push.mode is PushMode.AUTO for push in running):
                 self._decide(link, sharing, running, ready, now)
 
     def waits(self, push: Push) -> bool:
@@ -78,15 +77,16 @@ class StepSchedule:
         speed, layer_s = link.speed, self._interval.layer_s
         self._scheduled.append(speed)
         slowdown, (write_s, byte_s) = speed.slowdown(now), speed.line
+        sessions = [push.session for push in running]
         progress = Progress(
             layers=self._hooked,
             ready=ready,
             writes=len(running),
-            layer_bytes=sum(push.session.chunk_bytes for push in running) // self._layers,
+            layer_bytes=sum(session.chunk_bytes for session in sessions) // self._layers,
             unposted_bytes=sum(push.session.unposted_bytes for push in sharing),
             busy_s=speed.busy_s(now, SAFETY),
-            next_part=min(push.session.next_part for push in running),
-            probed=speed.last_landed > now - FRESH_S or any(push.session.landed_bytes for push in running),
+            next_part=min(session.next_part for session in sessions),
+            probed=speed.last_landed > now - FRESH_S or any(session.landed_bytes for session in sessions),
         )
         known = Speeds()
         if speed.is_known:

@@ -216,7 +216,7 @@ class World(FakePeers):
     def hears(self, message: LoadMessage | None, agent: str = "p-0") -> None:
         """A message arrives; None: it is about no load."""
         if message is None:
-            self.loads.peers.on_message(agent, self.now, speaks_layerpush=True)
+            self.loads.on_pong(agent, self.now)
         else:
             self.receives(message, agent)
         self.tick()

@@ -124,7 +124,7 @@ def test_a_link_keeps_the_time_of_the_last_poll_in_flight(monkeypatch: pytest.Mo
     rig, prompt = rig_with(None, 1.0, monkeypatch)
     rig.fabric.faults.hold_writes.update({0: 0, 1: 2, 2: 5})
     seen: list[float] = []
-    monkeypatch.setattr(LinkSpeed, "ended", lambda *_, **end: seen.append(end["seen"]))
+    monkeypatch.setattr(LinkSpeed, "write_ended", lambda *_, **end: seen.append(end["seen"]))
     rig.registers(prompt)
     polled: list[float] = []
     rig.step((prompt, TOKENS), between=lambda: polled.append(time.perf_counter()))

@@ -140,7 +140,7 @@ class Inbox:
             case Accepted() | FirstToken() | Fail() | Cancelled() | Completion() | Queued() | Unregistered():
                 self._loads.on_message(agent, message, payload, now)
             case Pong():
-                self._loads.peers.on_message(agent, now, speaks_layerpush=True)
+                self._loads.on_pong(agent, now)
                 self._idle.on_pong(agent, now)
 
     def _arrived(self) -> list[tuple[str, bytes]]:

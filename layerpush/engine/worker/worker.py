@@ -320,7 +320,7 @@ class LayerwisePushWorker(VllmPushWorker):
             case RankIsOther():
                 self.claims.rank_is_other(news.request_id, news.rank, now)
             case PushDeclined():
-                self.loads.peers.decline(news.address, news.message)
+                self.loads.decline(news.address, news.message)
             case LoadCancelled() if news.reason == ABORTED:
                 self.loads.abort(news.request_id, news.reason, now)
             case LoadCancelled():

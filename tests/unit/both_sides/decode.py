@@ -178,7 +178,7 @@ class DecodeEngine(Process):
     def refuse(self, prompt: Prompt, prefill_request_id: str | None) -> None:
         """D computes the prompt itself."""
         names = self.world.new_id(prompt.base), self.engine_id, prefill_request_id, prompt.text
-        self.task(lambda: self.open_loads.peers.decline(self._prefill_address(), Decline(*names)))
+        self.task(lambda: self.open_loads.decline(self._prefill_address(), Decline(*names)))
 
     def _prefill_address(self, host: str = "host-of-P") -> Address:
         return Address("P", host, 5000, self.world.ranks, notify_only=True)
@@ -282,7 +282,7 @@ class DecodeEngine(Process):
 
     def take(self, sender: str, message: Message, payload: bytes) -> None:
         if isinstance(message, Pong):
-            self.open_loads.peers.on_message(sender, self.world.now, speaks_layerpush=True)
+            self.open_loads.on_pong(sender, self.world.now)
         else:
             kinds = Accepted | FirstToken | Fail | Cancelled | Completion | Queued | Unregistered
             assert isinstance(message, kinds)
