@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import abc
+import multiprocessing
 import os
 import signal
-import socket
-import subprocess
-import sys
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,7 @@ from numpy.typing import NDArray
 
 from layerpush.transport.base import Route, Transport
 from layerpush.transport.locked import LockedAgent
-from tests.contract.commands import ROOT
+from tests.contract import peer
 from tests.contract.peer import PAUSE_SECONDS, POISON, new_agent, transport_over
 from tests.support.fake_transport import FakeFabric
 
@@ -143,15 +140,14 @@ class NixlLink(Link):
     """
 
     def __init__(self, backend: str = "UCX", threads: int = 0) -> None:
-        os.environ.update(UCX_TLS="tcp,self", UCX_NET_DEVICES="lo")
         self.backend = backend
 
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tests.contract.peer"]
-        arguments = [str(theirs.fileno()), str(COUNT * SIZE), backend, str(threads)]
-        self.process = subprocess.Popen(command + arguments, cwd=ROOT, pass_fds=[theirs.fileno()])
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["nixl._api"])
+        self.commands, theirs = context.Pipe()
+        self.process = context.Process(target=peer.main, args=(theirs, COUNT * SIZE, backend, threads), daemon=True)
+        self.process.start()
         theirs.close()
-        self.commands = Connection(ours.detach())
 
         self.agent = new_agent("P", backend, threads)
         self.source = source_pieces()
@@ -203,22 +199,24 @@ class NixlLink(Link):
         self._ask("reset")
 
     def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
     def close(self) -> None:
-        if self.process.poll() is None:
+        if self.process.is_alive():
             self.commands.send(("quit",))
-            try:
-                self.process.wait(5)
-            except subprocess.TimeoutExpired:
-                self.kill()
+            self.process.join(5)
+            self.kill()
         self.commands.close()
         self.agent.release_dlist_handle(self.route.local_descriptors)
         self.agent.release_dlist_handle(self.route.remote_descriptors)

@@ -1,12 +1,8 @@
-"""D's process in the contract tests: registers memory with a NIXL agent, makes progress, and obeys commands.
-
-A program. Arguments: file descriptor of its end of a socket pair, bytes of memory to register, backend and threads of
-the agent.
-"""
+"""D's process in the contract tests: registers memory with a NIXL agent, makes progress, and obeys commands."""
 
 from __future__ import annotations
 
-import sys
+import os
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,6 +19,7 @@ PAUSE_SECONDS = 0.0003
 
 def new_agent(name: str, backend: str, threads: int = 0) -> Any:
     """An agent without a progress thread. ``threads`` is for UCX only."""
+    os.environ.update(UCX_TLS="tcp,self", UCX_NET_DEVICES="lo")
     from nixl._api import nixl_agent, nixl_agent_config
 
     if backend == "UCX":
@@ -39,6 +36,7 @@ def transport_over(agent: Any, backend: str) -> Transport:
 
 
 def main(commands: Connection, size: int, backend: str, threads: int) -> None:
+    """``size``: bytes of memory to register. ``backend`` and ``threads`` are those of the agent."""
     agent = new_agent("D", backend, threads)
     memory = np.full(size, POISON, np.uint8)
     agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
@@ -83,7 +81,3 @@ def main(commands: Connection, size: int, backend: str, threads: int) -> None:
                 return
             case other:
                 raise ValueError(other)
-
-
-if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
