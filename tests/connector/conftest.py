@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 PORTS = PortAllocator(CONNECTOR_PORTS)
+LISTENER = "layerpush.engine.scheduler.side_channel"
 
 
 @pytest.fixture(scope="package")
@@ -65,13 +66,14 @@ def world(model: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def engine(world: None, model: Path) -> Iterator[Callable[..., Any]]:
+def engine(world: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Builds engines: ``engine("kv_producer", {...extra config})``. All are shut down at the end.
 
     ``kind`` is the engine's class, ``made`` are arguments of its own. Other options are vLLM's arguments.
     """
     from tests.connector.engine import Engine, config_of
 
+    monkeypatch.setattr(f"{LISTENER}.WAIT_S", 0.01)  # an engine's shutdown waits so long
     engines: list[Engine] = []
 
     def build(role: str, extra: dict[str, Any] | None = None, **options: Any) -> Engine:
