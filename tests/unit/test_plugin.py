@@ -37,10 +37,15 @@ from layerpush import plugin
 
 eager = [name for name in sys.modules if name.split(".")[0].startswith("nixl") or name == "layerpush.connector"]
 assert not eager, eager
+assert "vllm.v1.engine.input_processor" not in sys.modules
 assert utils.sched_yield.__module__ == "vllm.distributed.utils"
 assert shm_broadcast.sched_yield is utils.sched_yield
 from vllm.v1.engine.core import EngineCoreProc
 assert EngineCoreProc._process_engine_step.__module__ == "vllm.v1.engine.core"
+import inspect
+import vllm.v1.engine.input_processor as front_end  # the other order, import and then load, is that of tests/e2e
+assert front_end.InputProcessor.process_inputs.patched_by_layerpush == ("request-checks",)
+assert "class InputProcessor" in inspect.getsource(front_end)
 
 registered = KVConnectorFactory._registry["LayerwisePushConnector"]
 plugin.register()  # a second time, as vLLM may

@@ -41,7 +41,6 @@ def bodies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Any]]]:
     monkeypatch.setattr(RequestBody, "__init__", remember)
     for name in ("to_prefill", "to_decode"):
         monkeypatch.setattr(RequestBody, name, encoded(getattr(RequestBody, name)))
-    gc.collect()
     gc.disable()
     yield made
     gc.enable()
