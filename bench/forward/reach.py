@@ -9,7 +9,7 @@ from bench.forward.orders import Introduction
 from layerpush.transport.base import Route
 from layerpush.transport.gather.cost import CopyCost
 from layerpush.transport.gather.gatherer import Gatherer
-from layerpush.transport.gather.strategy import PackingStrategy
+from layerpush.transport.gather.strategy import GatherStrategy
 from layerpush.transport.gather.tensor_memory import TensorStaging
 from layerpush.transport.link import Link
 
@@ -45,7 +45,7 @@ class Reach:
         self._staging = TensorStaging(layout, self.cache.slots, end.ring)
         gatherer = Gatherer(end.transport, layout, self._staging, block_bytes)
         copies = CopyCost(*self._staging.copy_costs())
-        self.strategy = None if packing == "off" else PackingStrategy(gatherer, packing, copies)
+        self.strategy = None if packing == "off" else GatherStrategy(gatherer, packing, copies)
 
     @property
     def ring_is_free(self) -> bool:

@@ -71,7 +71,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_STAGING_BYTES)] | None,
         Meta(
-            description="Bytes of staging memory per worker of P; `0`: no packing. `null`: 64 MiB on a GPU. "
+            description="Bytes of staging memory per worker of P; `0`: nothing is gathered. `null`: 64 MiB on a GPU. "
             "On a CPU 8 times the bytes of a layer of `max_num_batched_tokens` tokens, from 64 to 512 MiB."
         ),
     ] = None
@@ -93,8 +93,8 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=1,
-            description="On D: after so many seconds without a sign of life from a P, D cancels the loads that it "
-            "awaits from it.",
+            description="On D: seconds without a sign of life from a P after which D cancels the loads that it awaits "
+            "from that P.",
         ),
     ] = 20
     answer_early: Annotated[

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def watch_rings(reporter: Reporter, rings: Sequence[Ring]) -> None:
-    """``rings`` are all of a worker's; empty if it packs nothing."""
+    """``rings`` are all of a worker's; empty if it gathers nothing."""
     reporter.level(RING_BYTES, lambda: sum(ring.capacity_bytes for ring in rings))
     reporter.level(RING_USED_BYTES, lambda: sum(ring.used_bytes for ring in rings))
 

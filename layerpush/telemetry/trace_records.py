@@ -59,7 +59,7 @@ class WriteRecord(msgspec.Struct):
     """One posted WRITE. ``layers`` and ``chunks`` are the first and the last index; ``bytes`` went to ``remote_rank``.
 
     ``plan`` is "direct" or "gathered". NIXL merges its descriptors into ``runs`` contiguous ones.
-    ``estimate_s`` is the estimated time in seconds, from ``t_planned`` on. Where packing is off, ``runs``,
+    ``estimate_s`` is the estimated time in seconds, from ``t_planned`` on. Without staging memory, ``runs``,
     ``estimate_s`` and ``t_planned`` are None.
     """
 

@@ -8,7 +8,7 @@ the contract. ``transport.nixl`` lists the promises that NIXL makes, and those t
 - Names: a transport knows agents by name and memory by prepared descriptor lists. A ``Route`` names both. vLLM
   connects and prepares the lists, at the request of ``Connections``; a transport makes no handshake.
 - The way of a WRITE: a session's ``Write`` -> ``Writes.post`` -> ``DirectPlanner.descriptors`` -> ``post_write``, once
-  for each route. With staging memory, ``PackingStrategy`` may send it through ``transport.gather`` instead.
+  for each route. With staging memory, ``GatherStrategy`` may send it through ``transport.gather`` instead.
 - The life of a WRITE: ``post_write``, ``poll`` until it has landed or failed, ``release``. Its memory on both sides is
   in use until then. No call cancels a WRITE, and a transport has no deadlines: ``Push.poll`` has one.
 - The completion of a push is a notification of its own, sent after all WRITEs have landed. An attached one could

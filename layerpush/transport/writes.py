@@ -9,7 +9,7 @@ A push owns its transfers. It polls each until it has landed or failed, and then
 A ``Transfer`` goes straight from cache to cache. A ``StagedWrite`` (``transport.gather.gatherer``) is a transfer that
 goes through staging memory. Both have ``poll``, ``cancel_unposted`` and ``release``: a push treats them alike.
 
-A worker with staging memory has a ``PackingStrategy``. It decides whether a WRITE is staged. It never makes a WRITE
+A worker with staging memory has a ``GatherStrategy``. It decides whether a WRITE is staged. It never makes a WRITE
 wait.
 
 Rules:
@@ -31,7 +31,7 @@ from layerpush.core.layout import CacheLayout
 from layerpush.core.write import Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import Transport, TransportError
-from layerpush.transport.gather.strategy import PackingStrategy
+from layerpush.transport.gather.strategy import GatherStrategy
 from layerpush.transport.link import DirectPlanner, Link
 from layerpush.transport.transfer import Transfer
 
@@ -47,7 +47,7 @@ class Writes:
         self,
         transport: Transport,
         layout: CacheLayout,
-        strategy: PackingStrategy | None = None,
+        strategy: GatherStrategy | None = None,
         timeout_s: float = math.inf,
     ) -> None:
         self.timeout_s = timeout_s

@@ -160,7 +160,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "Staging rings",
             "bytes",
             levels(catalog.RING_BYTES, catalog.RING_USED_BYTES),
-            "0: no packing; the log has the reason.",
+            "0: nothing is gathered; the log has the reason.",
         ),
         Panel("Dropped records", "ops", {"{{queue}}": rate(catalog.DROPPED_RECORDS, by="queue")}),
     ),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerpush.engine.worker import packing, worker
+from layerpush.engine.worker import gathering, worker
 from layerpush.prefill import fences
 from layerpush.transport.gather import tensor_memory
 from tests.connector.engine import NAMES
@@ -145,10 +145,10 @@ def simulate_device(patch: pytest.MonkeyPatch, *, gathers: SimulatedStream) -> N
 
     A copy that names no stream runs on ``gathers``, behind the model.
     """
-    on_host = packing.staging_memory
+    on_host = gathering.staging_memory
     patch.setattr(worker, "device_of", lambda _: DEVICE)
     patch.setattr(fences, "torch", SimpleNamespace(Event=SimulatedEvent))
-    patch.setattr(packing, "staging_memory", lambda size, _: on_host(size, torch.device("cpu")))
+    patch.setattr(gathering, "staging_memory", lambda size, _: on_host(size, torch.device("cpu")))
     patch.setattr(tensor_memory, "copy_stream", lambda _: CopyStream())
     patch.setattr(torch.cuda, "Event", SimulatedEvent)
     patch.setattr(torch.cuda, "stream", lambda _: nullcontext())

@@ -65,7 +65,7 @@ def test_mla_is_pushed_by_layer_if_each_layer_has_a_region(worker: Make) -> None
     whole = torch.zeros(LAYERS, BLOCKS, TOKENS, LATENT, dtype=torch.uint8)
     found = worker("LBNHC", dict(zip(NAMES, whole, strict=True)), dict.fromkeys(NAMES, LATENT))
     assert found.pushes._identity.fallback is None
-    assert found._packing.strategy is not None
+    assert found._gathering.strategy is not None
 
 
 def test_mla_goes_whole_if_layers_share_rows(worker: Make) -> None:
@@ -85,5 +85,5 @@ def test_an_indexer_beside_mla_is_pushed_by_layer_and_never_packed(
     with caplog.at_level("INFO", "vllm.layerpush"):
         found = worker("LBNHC", caches, sizes)
     assert found.pushes._identity.fallback is None
-    assert found._packing.strategy is None
-    assert "packs nothing: the regions of the KV cache differ in the size" in caplog.text
+    assert found._gathering.strategy is None
+    assert "gathers nothing: the regions of the KV cache differ in the size" in caplog.text

@@ -13,7 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from layerpush.core.load_news import LoadCleared, LoadParked
 from layerpush.engine import unreported_aborts
-from layerpush.engine.worker.packing import MIN_BYTES
+from layerpush.engine.worker.gathering import MIN_BYTES
 from layerpush.prefill.pushes import Pushes
 from layerpush.telemetry.metrics.ended_counts import EndedCounts
 from tests.connector.engine import LAYERS, Engine

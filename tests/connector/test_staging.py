@@ -15,8 +15,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from bench.forward.models import MODELS
 from layerpush.compat.cache_layout import layer_bytes
 from layerpush.core.config import LayerPushConfig
-from layerpush.engine.worker import packing
-from layerpush.engine.worker.packing import ALLOCATED_BYTES, WorkerPacking, default_bytes
+from layerpush.engine.worker import gathering
+from layerpush.engine.worker.gathering import ALLOCATED_BYTES, WorkerGathering, default_bytes
 from layerpush.transport.base import Route
 from layerpush.transport.gather import tensor_memory
 from layerpush.transport.gather.tensor_memory import TensorStaging
@@ -81,11 +81,11 @@ class Place:
             vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(is_kv_producer=prefills)),
         )
         self.caches = {name: torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8) for name in ("0", "1")}
-        monkeypatch.setattr(packing, "layer_bytes", lambda _: BLOCKS * BLOCK_BYTES)
-        monkeypatch.setattr(packing, "slot_views", lambda _, caches: list(caches.values()))
-        self.staging = WorkerPacking(self.worker, LayerPushConfig(**config))  # type: ignore[arg-type]
+        monkeypatch.setattr(gathering, "layer_bytes", lambda _: BLOCKS * BLOCK_BYTES)
+        monkeypatch.setattr(gathering, "slot_views", lambda _, caches: list(caches.values()))
+        self.staging = WorkerGathering(self.worker, LayerPushConfig(**config))  # type: ignore[arg-type]
 
-    def start(self) -> WorkerPacking:
+    def start(self) -> WorkerGathering:
         self.staging.allocate(torch.device("cpu"))
         self.staging.build(LAYOUT, self.caches)
         return self.staging
@@ -117,7 +117,7 @@ def test_memory_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_ring_of_default_size(layer: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(monkeypatch)
-    monkeypatch.setattr(packing, "layer_bytes", lambda _: layer)
+    monkeypatch.setattr(gathering, "layer_bytes", lambda _: layer)
     (ring,) = place.start().rings
     assert ring.capacity_bytes == size
 
@@ -145,9 +145,9 @@ def test_memory_outside_vllms_plan_is_logged(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    place, made = Place(monkeypatch, staging_bytes=staging_bytes), packing.staging_memory
-    monkeypatch.setattr(packing, "staging_memory", lambda size, _: made(size, torch.device("cpu")))
-    with caplog.at_level(logging.INFO, packing.logger.name):
+    place, made = Place(monkeypatch, staging_bytes=staging_bytes), gathering.staging_memory
+    monkeypatch.setattr(gathering, "staging_memory", lambda size, _: made(size, torch.device("cpu")))
+    with caplog.at_level(logging.INFO, gathering.logger.name):
         place.staging.allocate(torch.device(device))
     lines = [record.getMessage() for record in caplog.records if "--kv-cache-memory" in record.getMessage()]
     assert [line.split()[1] for line in lines] == ([] if taken is None else [str(taken)])
@@ -214,7 +214,7 @@ def test_the_ring_is_registered_on_its_own_device(monkeypatch: pytest.MonkeyPatc
     """The worker's ``device_id`` is 0 until vLLM has registered the KV cache."""
     place = Place(monkeypatch)
     monkeypatch.setattr(
-        "layerpush.engine.worker.packing.staging_memory", lambda size, _: torch.zeros(size, dtype=torch.uint8)
+        "layerpush.engine.worker.gathering.staging_memory", lambda size, _: torch.zeros(size, dtype=torch.uint8)
     )
     place.staging.allocate(torch.device("cuda", 3))
     assert place.nixl.devices == {3}
@@ -248,7 +248,7 @@ def test_packing_is_off_when_a_resource_is_missing(lacks: str, monkeypatch: pyte
     elif lacks == "pinned memory":
         monkeypatch.setattr(tensor_memory, "BlockIdBuffer", unable)
     else:  # on a CPU torch has no such error of its own
-        monkeypatch.setattr("layerpush.engine.worker.packing.staging_memory", unable)
+        monkeypatch.setattr("layerpush.engine.worker.gathering.staging_memory", unable)
     place.start()
     assert not place.packs()
     assert place.staging.rings == ()

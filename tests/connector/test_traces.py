@@ -147,7 +147,7 @@ def test_a_cache_without_separate_layers_is_pushed_whole(
 def test_an_engines_fallback_is_recorded_for_requests_with_another_mode(
     engine: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configured: dict[str, object]
 ) -> None:
-    for module in ("engine.scheduler.scheduler", "engine.worker.packing", "compat.engine_settings"):
+    for module in ("engine.scheduler.scheduler", "engine.worker.gathering", "compat.engine_settings"):
         monkeypatch.setattr(f"layerpush.{module}.engine_fallback", lambda _: "it is so")
     everything_goes_whole(*pair(engine, tmp_path, configured), "it is so")
 

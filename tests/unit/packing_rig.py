@@ -10,7 +10,7 @@ from layerpush.transport.base import Route
 from layerpush.transport.gather.cost import CopyCost
 from layerpush.transport.gather.gatherer import Gatherer, Stage, StagedWrite
 from layerpush.transport.gather.memory import Copy
-from layerpush.transport.gather.strategy import PackingStrategy
+from layerpush.transport.gather.strategy import GatherStrategy
 from tests.support.fake_transport import Faults
 from tests.unit.staging_rig import BrokenCopy, NumpyStaging
 from tests.unit.writer_rig import BLOCK_BYTES, Decoder, Rig
@@ -43,12 +43,12 @@ class PackingRig(Rig):
         self._packing, self._ring_bytes = packing, blocks * BLOCK_BYTES
         super().__init__(faults, strategy=PackingRig._strategy, **details)
 
-    def _strategy(self: Rig) -> PackingStrategy:
+    def _strategy(self: Rig) -> GatherStrategy:
         assert isinstance(self, PackingRig)
         self.staging = FallibleStaging(self.layout, self.p_memory, self._ring_bytes)
         self.p.describe("blocks", self.staging.memory, range(0, self._ring_bytes, BLOCK_BYTES), BLOCK_BYTES)
         gatherer = Gatherer(self.p, self.layout, self.staging, BLOCK_BYTES)
-        self.strategy = PackingStrategy(gatherer, self._packing, CopyCost(1e-9, 0.0))
+        self.strategy = GatherStrategy(gatherer, self._packing, CopyCost(1e-9, 0.0))
         return self.strategy
 
     def decoder(self, name: str = "D", ranks: int = 1) -> Decoder:

@@ -23,7 +23,7 @@ from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord, WriteSums
 from layerpush.transport.base import Route, WriteState
 from layerpush.transport.connections import Then
-from layerpush.transport.gather.strategy import PackingStrategy
+from layerpush.transport.gather.strategy import GatherStrategy
 from layerpush.transport.link import Link
 from layerpush.transport.transfer import Transfer
 from layerpush.transport.writes import Writes
@@ -305,7 +305,7 @@ class Rig:
         write_timeout_s: float = math.inf,
         meter: PushMeter | None = None,
         engine: Identity | None = None,
-        strategy: Callable[[Rig], PackingStrategy] | None = None,
+        strategy: Callable[[Rig], GatherStrategy] | None = None,
     ) -> None:
         self.layout = layout_of([0] * layers, P_BLOCKS, BLOCK_BYTES)
         self.fabric = FakeFabric(faults, seed)

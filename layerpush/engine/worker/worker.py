@@ -53,8 +53,8 @@ from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.engine.metric_sources import watch_pushes, watch_rings, watch_worker
 from layerpush.engine.unreported_aborts import UnreportedAborts
+from layerpush.engine.worker.gathering import WorkerGathering
 from layerpush.engine.worker.inbox import Inbox
-from layerpush.engine.worker.packing import WorkerPacking
 from layerpush.engine.worker.side_channel_probe import Prober
 from layerpush.engine.worker.wake import Waker
 from layerpush.engine.worker.writer_thread import DRAIN_S, WriterThread
@@ -110,15 +110,15 @@ class LayerwisePushWorker(VllmPushWorker):
         self._prober = Prober()
         self._spans = Spans(emit_span, REQUEST_ID)
         self._trace = SpannedTrace(config.trace_dir, engine_id, self.tp_rank, self._spans)
-        self._packing = WorkerPacking(self, config)
+        self._gathering = WorkerGathering(self, config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Builds everything that the hooks and the writer thread use, and starts the writer's loop. Main thread."""
-        self._packing.allocate(device_of(kv_caches))
+        self._gathering.allocate(device_of(kv_caches))
         super().register_kv_caches(kv_caches)
         layout, fallback = self._layout(kv_caches)
         if fallback is None:
-            self._packing.build(layout, kv_caches)
+            self._gathering.build(layout, kv_caches)
         self._writer_thread = self._build(layout, fallback, device_of(kv_caches))
         if fallback is None and not only_decodes(self.vllm_config):
             module_hooks.watch(self.vllm_config, self.step_events.layer_saved)
@@ -141,7 +141,7 @@ class LayerwisePushWorker(VllmPushWorker):
         return CacheLayout((), ()), reason
 
     def _build(self, layout: CacheLayout, fallback: str | None, device: torch.device) -> WriterThread:
-        config, packing, peer_errors = self._config, self._packing, PeerErrors(logger)
+        config, gathering, peer_errors = self._config, self._gathering, PeerErrors(logger)
         hooked = not runs_in_microbatches(self.vllm_config)
         if not hooked and config.layerwise:
             logger.warning(
@@ -162,7 +162,7 @@ class LayerwisePushWorker(VllmPushWorker):
             self._identity(fallback),
             layout,
             config.mode,
-            Writes(self.transport, layout, packing.strategy, config.write_timeout_s),
+            Writes(self.transport, layout, gathering.strategy, config.write_timeout_s),
             self.step_events,
             self.links,
             self,
@@ -208,7 +208,7 @@ class LayerwisePushWorker(VllmPushWorker):
         )
         watch_worker(self.metrics, self.vllm_config.parallel_config.world_size, self.loads, peer_errors)
         watch_pushes(self.metrics, self.pushes, self.claims, self.step_events, self._trace)
-        watch_rings(self.metrics, packing.rings)
+        watch_rings(self.metrics, gathering.rings)
         return WriterThread(
             self,
             self._waker,
@@ -236,8 +236,8 @@ class LayerwisePushWorker(VllmPushWorker):
         """Stop the writer, then vLLM's worker, and NIXL with it. Also after an initialiser that failed. Main thread."""
         thread, self._writer_thread = self._writer_thread, None
         stopped = self.join_writer(DRAIN_S) if thread is None else thread.stop()
-        if stopped and hasattr(self, "_packing"):
-            self._packing.close()
+        if stopped and hasattr(self, "_gathering"):
+            self._gathering.close()
         for part in ("_prober", "_trace"):
             if hasattr(self, part):
                 getattr(self, part).close()
@@ -335,7 +335,7 @@ class LayerwisePushWorker(VllmPushWorker):
     # Writer thread: P's side.
 
     def discover_link(self, engine_id: str) -> Link:
-        return self._packing.with_gathering(super().discover_link(engine_id))
+        return self._gathering.with_gathering(super().discover_link(engine_id))
 
     def whole_write_posted(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_id: str) -> None:
         """vLLM has posted a WRITE of a whole request: its push watches it."""

@@ -325,7 +325,7 @@ RING_BYTES = Metric(
     "staging_ring_bytes",
     Kind.GAUGE,
     Side.BOTH,
-    "Staging memory of the rank with the most; 0: no packing. The log has the reason if packing is on.",
+    "Staging memory of the rank with the most; 0: nothing is gathered. The log has the reason if `packing` is not off.",
 )
 RING_USED_BYTES = Metric(
     "staging_ring_used_bytes",

@@ -18,7 +18,7 @@ MARGIN = 0.9
 """A WRITE is gathered only if its estimate is below this part of the direct one's."""
 
 
-class PackingStrategy:
+class GatherStrategy:
     """With ``"auto"`` a WRITE takes the plan with the lower estimate: the link's for the wire, and ``copies`` for a
     gather. Only WRITEs with few descriptors beside WRITEs with many show the time of a descriptor. So now and then a
     WRITE takes the other plan, as a trial.

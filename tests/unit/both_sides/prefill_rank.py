@@ -36,7 +36,7 @@ from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, WriteHandle, WriteState
 from layerpush.transport.gather.cost import CopyCost
 from layerpush.transport.gather.gatherer import Gatherer
-from layerpush.transport.gather.strategy import PackingStrategy
+from layerpush.transport.gather.strategy import GatherStrategy
 from layerpush.transport.link import Link
 from layerpush.transport.transfer import Transfer
 from layerpush.transport.writes import Writes
@@ -112,12 +112,12 @@ class PrefillRank(Process):
             UNKNOWN_S,
         )
 
-    def _strategy(self) -> PackingStrategy | None:
+    def _strategy(self) -> GatherStrategy | None:
         packing = self.world.packing
         if packing.plan == "off":
             return None
         if packing.plan != "mixed":
-            return PackingStrategy(self.gatherer, packing.plan, CopyCost(1e-4, 1e-9))  # type: ignore[arg-type]
+            return GatherStrategy(self.gatherer, packing.plan, CopyCost(1e-4, 1e-9))  # type: ignore[arg-type]
         strategy = MixedStrategy(self.gatherer, "gather", CopyCost(1e-4, 1e-9))
         strategy.draw = random.Random(packing.seed)
         return strategy

@@ -14,7 +14,7 @@ from layerpush.core.layout import BlockIds, CacheLayout
 from layerpush.transport.base import WriteState
 from layerpush.transport.gather.memory import Copy
 from layerpush.transport.gather.ring import Ring
-from layerpush.transport.gather.strategy import PackingStrategy
+from layerpush.transport.gather.strategy import GatherStrategy
 from tests.unit.staging_rig import NumpyStaging
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class PrefillStaging(NumpyStaging):
         return range(block * self.rank.piece, (block + 1) * self.rank.piece)
 
 
-class MixedStrategy(PackingStrategy):
+class MixedStrategy(GatherStrategy):
     """Chooses any plan."""
 
     draw: random.Random

@@ -22,7 +22,7 @@ from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.transport.gather.cost import CopyCost
 from layerpush.transport.gather.gatherer import Gatherer
 from layerpush.transport.gather.ring import Ring
-from layerpush.transport.gather.strategy import PackingStrategy
+from layerpush.transport.gather.strategy import GatherStrategy
 from layerpush.transport.gather.tensor_memory import TensorStaging, staging_memory
 from layerpush.transport.link import Link
 
@@ -46,11 +46,11 @@ def default_bytes(layer: int, device: torch.device) -> int:
     return DEVICE_BYTES if device.type != "cpu" else min(max(LAYERS * layer, MIN_BYTES), MAX_BYTES)
 
 
-class WorkerPacking:
+class WorkerGathering:
     """``strategy`` stays None without staging memory, or if blocks of the KV cache cannot be gathered."""
 
     def __init__(self, worker: VllmPushWorker, config: LayerPushConfig) -> None:
-        self.strategy: PackingStrategy | None = None
+        self.strategy: GatherStrategy | None = None
         self._worker = worker
         self._config = config
         self._memory: torch.Tensor | None = None
@@ -65,13 +65,13 @@ class WorkerPacking:
     def allocate(self, device: torch.device) -> None:
         """Make staging memory and register it with NIXL, before the KV cache: a handshake describes both to a peer.
 
-        A failure is logged; then this worker packs nothing.
+        A failure is logged; then this worker gathers nothing.
         """
         if self._config.packing == "off" or not self._config.layerwise or only_decodes(self._worker.vllm_config):
             return
         reason = CacheKinds(self._worker.kv_cache_config).never_gathered()
         if reason is not None:
-            logger.info("layerpush packs nothing: %s", reason)
+            logger.info("layerpush gathers nothing: %s", reason)
             return
         if engine_fallback(self._worker) is not None:
             return  # logged elsewhere: this engine pushes whole requests
@@ -82,12 +82,12 @@ class WorkerPacking:
         try:
             self._memory = staging_memory(size, device)
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one on a CPU
-            logger.warning("layerpush packs nothing: no memory for staging_bytes=%d: %s", size, error)
+            logger.warning("layerpush gathers nothing: no memory for staging_bytes=%d: %s", size, error)
             return
         try:
             register_ring(self._worker, self._memory.data_ptr(), size, device.index or 0)
         except Exception as error:  # noqa: BLE001  NIXL's; the KV cache may be registered all the same
-            logger.warning("layerpush packs nothing: staging memory cannot be registered: %s", error)
+            logger.warning("layerpush gathers nothing: staging memory cannot be registered: %s", error)
             self._memory = None
             return
         if device.type != "cpu":
@@ -107,26 +107,26 @@ class WorkerPacking:
             views = slot_views(self._worker, kv_caches)
             staging = TensorStaging(layout, views, self._memory)
         except (LayoutError, ValueError) as error:
-            logger.info("layerpush packs nothing: %s", error)
+            logger.info("layerpush gathers nothing: %s", error)
             return
         except RuntimeError as error:  # torch.OutOfMemoryError, or memory that cannot be pinned
-            logger.warning("layerpush packs nothing: no memory for the block ids of copies: %s", error)
+            logger.warning("layerpush gathers nothing: no memory for the block ids of copies: %s", error)
             return
         try:
             copies = CopyCost(*staging.copy_costs())
-        except Exception as error:  # noqa: BLE001  Triton's or a device's: without copies there is no packing
-            logger.warning("layerpush packs nothing: blocks cannot be copied on this device: %s", error)
+        except Exception as error:  # noqa: BLE001  Triton's or a device's: without copies nothing is gathered
+            logger.warning("layerpush gathers nothing: blocks cannot be copied on this device: %s", error)
             return
         worker, size = self._worker, staging.ring.capacity_bytes
         try:
             self._blocks = own_ring(worker, staging.base, size, staging.block_bytes)
         except Exception as error:  # noqa: BLE001  NIXL's; the KV cache is registered all the same
-            logger.warning("layerpush packs nothing: NIXL does not know the staging memory: %s", error)
+            logger.warning("layerpush gathers nothing: NIXL does not know the staging memory: %s", error)
             return
         self._staging = staging
         gatherer = Gatherer(worker.transport, layout, staging, staging.block_bytes)
         assert self._config.packing != "off"
-        self.strategy = PackingStrategy(gatherer, self._config.packing, copies)
+        self.strategy = GatherStrategy(gatherer, self._config.packing, copies)
 
     def with_gathering(self, link: Link) -> Link:
         """``link``, with a route from our ring into the decode engine's cache if there is one."""

@@ -12,7 +12,7 @@ from layerpush.core.write import Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import Route
 from layerpush.transport.gather.cost import CopyCost
-from layerpush.transport.gather.strategy import PackingStrategy
+from layerpush.transport.gather.strategy import GatherStrategy
 from layerpush.transport.link_speed import FIRST_TRIAL, TRIAL_EVERY, LinkSpeed, Terms
 
 ROUTE, BLOCK_BYTES, BLOCKS = Route("D", 0, "blocks", "kv"), 1000, 100
@@ -40,7 +40,7 @@ class Chooser:
             self.speed.terms = Terms(1e-4, byte_s, descriptor_s)
         self.staged: list[Any] = []
         gatherer = SimpleNamespace(block_bytes=BLOCK_BYTES, gather=lambda *_: self._gather() if room else None)
-        self.strategy = PackingStrategy(gatherer, packing, copies)  # type: ignore[arg-type]
+        self.strategy = GatherStrategy(gatherer, packing, copies)  # type: ignore[arg-type]
 
     def _gather(self) -> Any:
         self.staged.append(SimpleNamespace())
