@@ -1,4 +1,4 @@
-"""The connector's backend for Ray Serve: Ray asks P and D at the same time, so that layers stream.
+"""The connector's backend for Ray Serve: Ray asks P and D at the same time, so P pushes by layer.
 
 Ray Serve LLM (2.60) has a backend for each KV connector. It sets up the side channel of a replica, and it shapes the
 requests to P and D. Ray is not a dependency of layerpush: an application of Ray imports this module.

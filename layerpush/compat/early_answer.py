@@ -2,7 +2,7 @@
 
 A router that asks P first and D second gives D no time to register while P computes: nothing overlaps. With
 ``answer_early`` P's API server answers as soon as the engine has the request, with the params that P's answer would
-have, and an empty choice. The engine goes on computing. The router asks D, D registers, and layers stream.
+have, and an empty choice. The engine goes on computing. The router asks D, D registers, and P pushes by layer.
 
 Two processes take part:
 

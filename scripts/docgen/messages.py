@@ -33,7 +33,7 @@ OURS: dict[type[msgspec.Struct], str] = {
 }
 
 
-def upstream() -> str:
+def vllms() -> str:
     """vLLM's messages."""
     rows = [
         (f"`{kind.__name__}`", direction, shape, _fields(kind), sentence(kind.__doc__))

@@ -75,7 +75,7 @@ SECTIONS: Mapping[str, Section] = {
     "decode-final-statuses": Section((PROTOCOL,), lambda _: protocol.final_statuses()),
     "decode-events": Section((PROTOCOL,), lambda _: protocol.DECODE.events()),
     "decode-actions": Section((PROTOCOL,), lambda _: protocol.DECODE.actions()),
-    "messages-upstream": Section((PROTOCOL,), lambda _: messages.upstream()),
+    "messages-vllm": Section((PROTOCOL,), lambda _: messages.vllms()),
     "messages-ours": Section((PROTOCOL,), lambda _: messages.ours()),
     "limits-messages": Section((SECURITY,), lambda _: limits.messages()),
     "metrics-prefill": Section((METRICS,), lambda _: metrics.table_of(Side.PREFILL)),

@@ -117,7 +117,7 @@ def test_the_state_table_has_every_accepted_event(machine: protocol.Machine) -> 
 
 
 def test_the_message_tables_have_every_message() -> None:
-    named = re.findall(r"^\| `(\w+)`", f"{messages.upstream()}\n{messages.ours()}", re.MULTILINE)
+    named = re.findall(r"^\| `(\w+)`", f"{messages.vllms()}\n{messages.ours()}", re.MULTILINE)
     assert sorted(named) == sorted(kind.__name__ for kind in wire.Message.__args__)
 
 
