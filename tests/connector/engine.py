@@ -35,6 +35,8 @@ from tests.support.totals import Totals
 LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 4, 2, 32, 32, 40
 NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
 TOKENS_PER_STEP = 64
+STAGING_BYTES = 1 << 20
+"""Each engine writes zeros into its staging memory. The default is 64 MiB."""
 
 
 def config_of(
@@ -45,8 +47,9 @@ def config_of(
     connector: str = "LayerwisePushConnector",
     **options: Any,
 ) -> VllmConfig:
+    extra = {"staging_bytes": STAGING_BYTES} | (extra or {})
     transfer = KVTransferConfig(
-        kv_connector=connector, engine_id=engine_id, kv_role=role, kv_connector_extra_config=extra or {}
+        kv_connector=connector, engine_id=engine_id, kv_role=role, kv_connector_extra_config=extra
     )
     arguments: dict[str, Any] = {
         "dtype": "float32",
