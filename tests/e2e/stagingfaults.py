@@ -98,4 +98,4 @@ def _staging() -> Any:
 
 
 def _worker_staging() -> Any:
-    return getattr(probes.connector_worker(), "_packing", None)
+    return getattr(probes.connector_worker(), "_gathering", None)
