@@ -30,3 +30,7 @@ from bench.servers.forkserver import import_vllm  # noqa: E402
 
 torch.set_num_threads(1)
 import_vllm()
+
+from layerpush.engine.scheduler import side_channel  # noqa: E402  # vLLM is loaded by import_vllm only
+
+side_channel.WAIT_S = 0.05  # an engine's end waits so long for its listener
