@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bench.servers import forkserver
 from bench.servers.engines import EngineSpec
+from bench.servers.forkserver import ForkServer
 from tests.e2e.enginehost import fork_server
 from tests.support import starts
 from tests.support.waiting import until
@@ -34,9 +35,27 @@ class ColdSpec(EngineSpec):
         return super().command(port)
 
 
-@functools.cache
+class SessionForkServer(ForkServer):
+    """The session's fork server in the place of an `EngineGroup`'s own one, which would import vLLM again."""
+
+    def __init__(self, *_: object) -> None:
+        self._path = server_socket()
+
+    def is_ready(self) -> bool:
+        return True
+
+    def stop(self) -> None:
+        """It serves the rest of the session."""
+
+
 def server_command() -> list[str]:
     """The replacement of `python -m vllm.entrypoints.openai.api_server`. The first call starts the fork server."""
+    return forkserver.command(server_socket())
+
+
+@functools.cache
+def server_socket() -> Path:
+    """Where the session's fork server listens. The first call starts it."""
     folder = tempfile.TemporaryDirectory(prefix="layerpush-fork-")
     path = Path(folder.name) / "socket"
     process = fork_server().Process(target=forkserver.serve, args=(str(path),), name="servers", daemon=True)
@@ -45,7 +64,7 @@ def server_command() -> list[str]:
     starts.add_source(lambda: forkserver.count_starts(path))
     until(lambda: path.exists() or not process.is_alive(), "the fork server starts", START_S, pause_s=0.05)
     assert process.is_alive(), "the fork server has ended"
-    return forkserver.command(path)
+    return path
 
 
 _kept: list[object] = []
