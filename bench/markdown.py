@@ -18,8 +18,6 @@ PACKAGES = {
     "triton": "Triton",
     "driver": "NVIDIA driver",
     "aiohttp": "aiohttp",
-    "fastapi": "FastAPI",
-    "uvicorn": "uvicorn",
     "python": "Python",
 }
 TRADEMARK = re.compile(r"\((R|TM)\)")

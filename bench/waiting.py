@@ -50,6 +50,7 @@ from layerpush.transport.writes import Writes
 
 LAYERS, TOKENS, BLOCK_TOKENS = 32, 1024, 16
 PEER_TIMEOUT_S = 20.0
+SAMPLE_S = 1.0
 P = Address("P", "127.0.0.1", 5600, 1)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -143,7 +144,7 @@ class Rank:
         self.waker.wake()
 
 
-def sample(side: str, requests: int, seconds: float) -> float:
+def sample(side: str, requests: int) -> float:
     """The share of Python's lock that a fresh writer takes while so many requests wait."""
     rank = Rank()
     thread = threading.Thread(target=rank.writer.run, daemon=True)
@@ -153,7 +154,7 @@ def sample(side: str, requests: int, seconds: float) -> float:
     waiting = len(rank.loads) if side == "D" else len(rank.pushes.waiting())
     assert waiting == requests, f"{waiting} of {requests} requests wait on {side}"
     began, used = time.perf_counter(), rank.waker.awake_s
-    time.sleep(seconds)
+    time.sleep(SAMPLE_S)
     share = (rank.waker.awake_s - used) / (time.perf_counter() - began)
     rank.writer._stop.set()
     rank.waker.set()
@@ -165,8 +166,6 @@ def sample(side: str, requests: int, seconds: float) -> float:
 def main(
     requests: Annotated[str, typer.Option(help="Numbers of waiting requests, beside none.")] = "1,64,256",
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each cell, in any order.")] = 5,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a sample.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
     out: Annotated[Path, typer.Option(metavar="FILE", help="All samples as JSON.")] = OUTPUT / "waiting.json",
 ) -> None:
     """Measure the writer's share of Python's lock while requests wait on D, and on P.
@@ -175,18 +174,15 @@ def main(
     """
     cells = [(side, number) for side in ("D", "P") for number in (0, *numbers(requests))]
     samples: dict[tuple[str, int], list[float]] = {cell: [] for cell in cells}
-    draw = random.Random(seed)
+    draw = random.Random(0)
     for _ in range(rounds):
         for side, number in draw.sample(cells, len(cells)):
-            samples[side, number].append(sample(side, number, seconds))
-    rows: list[dict[str, Any]] = [
-        {"side": side, "requests": number, "share": costs, "to_none": median(costs) / median(samples[side, 0])}
-        for (side, number), costs in samples.items()
-    ]
-    write(out, {**provenance(seed), "seconds": seconds, "rows": rows})
-    for row in rows:
-        percent, to_none = 100 * median(row["share"]), row["to_none"]
-        console().print(f"{row['side']} {row['requests']:4} wait: {percent:.2f} % of the lock, {to_none:.1f} x none")
+            samples[side, number].append(sample(side, number))
+    rows = [{"side": side, "requests": number, "share": costs} for (side, number), costs in samples.items()]
+    write(out, {**provenance(seed=0), "seconds": SAMPLE_S, "rows": rows})
+    for (side, number), costs in samples.items():
+        percent, to_none = 100 * median(costs), median(costs) / median(samples[side, 0])
+        console().print(f"{side} {number:4} wait: {percent:.2f} % of the lock, {to_none:.1f} x none")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -33,26 +34,6 @@ ANSWER_TOKENS = 16
 STOP_S = 5.0
 """Short, because a vLLM server may hang if it is stopped while it starts."""
 FAILED, BROKEN = 1, 2
-
-
-@dataclass(frozen=True)
-class Size:
-    """The number of prompts in each mode, and their length."""
-
-    prompts: int
-    prompt_tokens: int
-
-
-@dataclass(frozen=True)
-class Servers:
-    """The running engines of a demo."""
-
-    prefill: Engine
-    decode: Engine
-    faulty: Engine
-
-    def all(self) -> list[Engine]:
-        return [self.prefill, self.decode, self.faulty]
 
 
 @app.command()
@@ -97,10 +78,10 @@ def main(
     """
     console = Console(soft_wrap=True)
     started_at = time.monotonic()
-    size = Size(prompts, prompt_tokens)
+    lengths = [prompt_tokens] * prompts
     try:
         with Interrupts() as interrupts, work_directory(keep_logs) as work, places_of(link, interrupts) as places:
-            report = _compare(Display(console), interrupts, work, places, model_dir or model_cache(), size)
+            report = _compare(Display(console), interrupts, work, places, model_dir or model_cache(), lengths)
     except Interrupted as interrupted:
         console.print(f"[yellow]{interrupted}; all servers are down.[/]")
         raise typer.Exit(interrupted.exit_status) from None
@@ -121,44 +102,51 @@ def main(
 
 
 def _compare(
-    display: Display, interrupts: Interrupts, work: Path, places: tuple[Place, Place], model_dir: Path, size: Size
+    display: Display,
+    interrupts: Interrupts,
+    work: Path,
+    places: Sequence[Place],
+    model_dir: Path,
+    lengths: list[int],
 ) -> DemoReport:
-    """Start the servers, measure, and stop the servers."""
+    """Start the servers, measure prompts of these lengths in each mode, and stop the servers."""
     display.console.print(
         f"Model: random Llama, {DEMO_SHAPE.layers} layers, {DEMO_SHAPE.kv_bytes_per_token >> 10} KiB of KV per token. "
-        f"Prompts: {size.prompts} of {size.prompt_tokens} tokens, prefill in chunks of {TOKENS_PER_STEP}."
+        f"Prompts: {len(lengths)} of {max(lengths)} tokens, prefill in chunks of {TOKENS_PER_STEP}."
     )
     with EngineGroup(work, interrupts, stop_timeout_s=STOP_S, forks=True) as group:
         for place in places:
             group.preload(place)
         model = write_model(model_dir, DEMO_SHAPE)
-        cluster = Cluster(model, DEMO_SHAPE, size.prompt_tokens, work / "trace", *places)
+        cluster = Cluster(model, DEMO_SHAPE, max(lengths), work / "trace", *places)
         with display.waiting("Importing vLLM, once for all servers"):
-            servers = Servers(*map(group.start, (cluster.prefill(), cluster.decode(), cluster.faulty_prefill())))
-        with display.starting(servers.all()) as on_ready:
-            group.wait_ready(servers.all(), on_ready)
+            specs = cluster.prefill(), cluster.decode(), cluster.faulty_prefill()
+            p, d, faulty = servers = [group.start(spec) for spec in specs]
+        with display.starting(servers) as on_ready:
+            group.wait_ready(servers, on_ready)
+        prompts = [make_prompt(tokens, SEED + index, DEMO_SHAPE.vocabulary) for index, tokens in enumerate(lengths)]
         try:
-            return asyncio.run(_measure(display, servers, cluster, size))
+            return asyncio.run(_measure(display, p, d, faulty, cluster.trace_root, prompts))
         except RequestFailedError:
             group.check_alive()  # the server's end explains the failed request
             raise
 
 
-async def _measure(display: Display, servers: Servers, cluster: Cluster, size: Size) -> DemoReport:
-    p, d = servers.prefill, servers.decode
-    vocabulary, modes = cluster.shape.vocabulary, list(MODES)
-    prompts = [make_prompt(size.prompt_tokens, SEED + index, vocabulary) for index in range(size.prompts)]
-    warm_up = make_prompt(min(size.prompt_tokens, TOKENS_PER_STEP), SEED, vocabulary)
+async def _measure(
+    display: Display, p: Engine, d: Engine, faulty: Engine, traces: Path, prompts: list[list[int]]
+) -> DemoReport:
+    """``faulty``: a P that damages a layer. ``traces`` has the ``trace_dir`` of P and of D."""
+    modes = list(MODES)
     async with aiohttp.ClientSession() as session:
-        with display.counting("P and D, each without a transfer: the expected tokens", max(2, size.prompts)) as on_done:
+        with display.counting("P and D, each without a transfer: the expected tokens", max(2, len(prompts))) as on_done:
             expected = await expected_tokens(session, (p, d), prompts, ANSWER_TOKENS, on_done)
-        await complete_disaggregated(session, p, d, warm_up, ANSWER_TOKENS)  # the handshake
-        with display.counting(f"P pushes to D, in turn by {', '.join(modes)}", size.prompts * len(modes)) as on_done:
+        warm_up = prompts[0][:TOKENS_PER_STEP]  # the handshake
+        await complete_disaggregated(session, p, d, warm_up, ANSWER_TOKENS)
+        with display.counting(f"P pushes to D, in turn by {', '.join(modes)}", len(prompts) * len(modes)) as on_done:
             answers = await take_turns(session, p, d, modes, prompts, ANSWER_TOKENS, on_done)
-        with display.counting("Negative control: one layer is corrupted on its way", 1) as on_done:
-            wrong = await complete_disaggregated(session, servers.faulty, d, prompts[0], ANSWER_TOKENS)
-            on_done()
-    samples = {mode: examine(answers[mode], expected, cluster.trace_root, mode) for mode in modes}
+        with display.counting("Negative control: one layer is corrupted on its way", 1):
+            wrong = await complete_disaggregated(session, faulty, d, prompts[0], ANSWER_TOKENS)
+    samples = {mode: examine(answers[mode], expected, traces, mode) for mode in modes}
     return DemoReport(samples, negative_control_detected=wrong.tokens != expected[0])
 
 

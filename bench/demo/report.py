@@ -141,7 +141,6 @@ def _sample_json(sample: Sample) -> dict[str, object]:
     return {
         "prompt": sample.prompt,
         "ttft_ms": 1e3 * sample.answer.ttft_s,
-        "total_ms": 1e3 * sample.answer.total_s,
         "tokens": list(sample.answer.tokens),
         "tokens_equal": sample.tokens_equal,
         **_hand_over_json(sample.hand_over),

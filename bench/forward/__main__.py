@@ -12,7 +12,7 @@ import torch
 import typer
 
 from bench import OUTPUT, unfinished, write
-from bench.command import console, names, numbers, percents
+from bench.command import console, names, numbers
 from bench.forward import page
 from bench.forward.cases import Growing, growing_cases, known_cases
 from bench.forward.cells import Cell, missed
@@ -94,8 +94,8 @@ def main(
         typer.Option(
             min=1,
             show_default=False,
-            help="Skip prompts with more KV; each side takes 1.25 times as much. Default: 640; 160 with --quick; with "
-            "--long as much as fits into 70 % of this machine's memory.",
+            help="Skip prompts with more KV; each side takes 1.25 times as much. Default: 640; 160 with --quick; 5120 "
+            "with --long.",
         ),
     ] = None,
     growth: Annotated[
@@ -108,15 +108,13 @@ def main(
     packing: Annotated[Packing, typer.Option(help="The connector's setting.")] = "auto",
     progress: Annotated[
         Progress,
-        typer.Option(help="NIXL's progress thread. calm: as with LAYERPUSH_CALM=1. spin: NIXL's own loop. off: none."),
+        typer.Option(help="NIXL's progress thread. calm: as with LAYERPUSH_CALM=1. spin: NIXL's own loop."),
     ] = "calm",
-    forward_threads: Annotated[int, typer.Option(min=1, help="Threads of the matrix products, on a CPU.")] = 1,
     pin: Annotated[
         bool,
-        typer.Option(help="On a CPU: bind the forward to cores of its own, P's other threads and D to the others."),
+        typer.Option(help="On a CPU: bind the forward to a core of its own, P's other threads and D to the others."),
     ] = True,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device of the memory of both processes.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Seed of block ids and bytes.")] = 0,
     corrupt: Annotated[
         bool, typer.Option("--corrupt", help="Damage one byte on D before the check: the run must fail with status 1.")
     ] = False,
@@ -164,7 +162,7 @@ def main(
         wanted_links = links(links_, device)
         prompts = numbers(tokens) if tokens else list(preset.tokens)
         patterns = names(ids, list(PATTERNS)) if ids else list(preset.ids)
-        shares = percents(cached)
+        shares = numbers(cached, 0, 99)
         chosen = names(models, list(MODELS)) if models else list(preset.models)
         wanted_modes = names(modes, MODES)
         if device == "cuda" and not torch.cuda.is_available():
@@ -181,18 +179,16 @@ def main(
     if not cases:
         smallest = min(case.bytes for case in left_out) >> 20
         raise typer.BadParameter(f"every prompt has more KV than --most-mib {most_mib}; the smallest {smallest}")
-    cores = of_this_machine(forward_threads) if pin and device == "cpu" else None
+    cores = of_this_machine() if pin and device == "cpu" else None
     if pin and device == "cpu" and cores is None:
         screen.print("The forward has no core of its own here: P and D share all cores.")
     every = [*cases, *(each.case for each in growing)]
     settings = Settings(
-        seed=seed,
         cache_bytes=max(case.cache_bytes for case in every),
         device=device,
         progress=progress,
         corrupt=corrupt,
         layer_s=layer_ms * 1e-3,
-        forward_threads=forward_threads,
         noise_bytes=max(LEAST_NOISE, *(case.layer_bytes for case in every)),
         packing=packing,
         cores=cores,

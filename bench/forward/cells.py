@@ -14,14 +14,12 @@ from bench.forward.cases import Case
 
 OFF = "off"
 """The same forward with nothing to push."""
-HOOK_EDGES_US = (0, 1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 100, 200, 500, 1000, 1_000_000)
 HOOK_LIMIT_US = 5.0
 FORWARD_LIMITS = {OFF: 1.03, "chunk": 1.01}
 """Limits of a forward with ``auto``, as a ratio to a forward without a push and to one with ``chunk``."""
 EXPOSED_LIMIT = 1.2
 """Limit of the exposed time of ``auto``, as a ratio to that of ``layer``."""
 END_LIMIT = 1.05
-MEDIANS = ("exposed_s", "transfer_s", "end_s", "writer_s")
 LAYERS_TO_HIDE = 16
 """With so many layers or more, a push by layer may expose at most two layers' share of a whole push's exposed time."""
 
@@ -45,8 +43,7 @@ class Series:
     ``forward_s``: from before the first step to the end of the last. ``forward_cpu_s``: processor time of its thread.
     ``forward_queued_s``: time in which that thread waited for a core; empty if the system does not report it.
     ``end_s``: from before the first step until the last WRITE has landed. ``exposed_s``: from the last ready layer
-    until then. ``transfer_s``: time with a WRITE on its way. ``post_s``: time in which WRITEs were posted. ``arm_s``:
-    time in which steps were armed. ``writer_s``, ``decode_s``: processor time of P's writer thread and of D's process.
+    until then. ``writer_s``: processor time of P's writer thread.
     ``writer_queued_s``: time in which P's writer thread waited for a core, maybe with Python's lock; empty if the
     system does not report it.
     ``early``: share of the descriptors that were posted before the third hook. ``plans``: number of WRITEs by plan.
@@ -57,12 +54,8 @@ class Series:
     forward_queued_s: list[float] = field(default_factory=list)
     end_s: list[float] = field(default_factory=list)
     exposed_s: list[float] = field(default_factory=list)
-    transfer_s: list[float] = field(default_factory=list)
-    post_s: list[float] = field(default_factory=list)
-    arm_s: list[float] = field(default_factory=list)
     writer_s: list[float] = field(default_factory=list)
     writer_queued_s: list[float] = field(default_factory=list)
-    decode_s: list[float] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
     early: list[float] = field(default_factory=list)
@@ -80,26 +73,14 @@ class Series:
     def mean(self, name: str) -> float:
         return float(np.mean(getattr(self, name)))
 
-    @property
-    def hook_s(self) -> float:
-        """Seconds in all hooks of one forward; the mean over rounds."""
-        return sum(self.hooks_us) * 1e-6 / max(1, len(self.forward_s))
-
     def hook_percentile(self, percent: float) -> float:
         return float(np.percentile(self.hooks_us, percent))
 
     def as_json(self) -> dict[str, Any]:
         raw = asdict(self)
         hooks = raw.pop("hooks_us")
-        counts, _ = np.histogram(hooks, HOOK_EDGES_US)
-        hook = {
-            "p50": self.hook_percentile(50),
-            "p99": self.hook_percentile(99),
-            "max": max(hooks),
-            "calls": len(hooks),
-            "histogram": {"edges": list(HOOK_EDGES_US), "counts": counts.tolist()},
-        }
-        return {"hook_us": hook, "raw": raw}
+        percentiles = {"p50": self.hook_percentile(50), "p99": self.hook_percentile(99)}
+        return {"hook_us": {**percentiles, "max": max(hooks), "calls": len(hooks)}, "raw": raw}
 
 
 @dataclass(frozen=True)
@@ -147,10 +128,6 @@ class Cell:
         slower, faster = max(self.wire_s, self.forward_s), min(self.wire_s, self.forward_s)
         return slower + faster / (self.case.layers * len(self.case.steps))
 
-    def rate(self, mode: str) -> float:
-        """Bytes a second while at least one WRITE was on its way."""
-        return self.case.bytes / self.series[mode].median("transfer_s")
-
     def end_ratio(self, mode: str) -> float:
         return self.series[mode].median("end_s") / self.bound_s
 
@@ -172,13 +149,6 @@ class Cell:
 
     def forward_ratio(self, mode: str, other: str) -> Interval:
         return ratio_of_medians(self.series[mode].forward_s, self.series[other].forward_s)
-
-    def writer_ratio(self, mode: str, other: str) -> Interval:
-        return ratio_of_medians(self.series[mode].writer_s, self.series[other].writer_s)
-
-    def post_share(self, mode: str) -> float:
-        """Posting time as a share of the transfer time."""
-        return self.series[mode].median("post_s") / self.series[mode].median("transfer_s")
 
     @property
     def exposed_limit(self) -> float | None:
@@ -227,18 +197,13 @@ class Cell:
             others = [other for other in self.modes if other != mode]
             exposed = {f"exposed_of_{other}": self.exposed_ratio(mode, other).as_json("ratio") for other in others}
             forward = {f"forward_of_{other}": self.forward_ratio(mode, other).as_json("ratio") for other in others}
-            writer = {f"writer_of_{other}": self.writer_ratio(mode, other).as_json("ratio") for other in others}
             modes[mode] = {
-                **{f"{name}_median": self.series[mode].median(name) for name in MEDIANS},
-                "gb_s": self.rate(mode) / 1e9,
-                "of_ceiling": self.rate(mode) / self.ceiling,
-                "post_share": self.post_share(mode),
+                "exposed_s_median": self.series[mode].median("exposed_s"),
                 "slowdown": self.slowdown(mode).as_json("ratio"),
                 "delays": asdict(delays) if (delays := self.delays(mode)) is not None else None,
                 "end_of_bound": self.end_ratio(mode),
                 **exposed,
                 **forward,
-                **writer,
                 **self.series[mode].as_json(),
             }
         ceiling = {"bytes": self.ceiling_bytes, "gb_s": self.ceiling / 1e9, "raw_s": list(self.ceiling_s)}

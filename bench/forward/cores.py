@@ -1,4 +1,4 @@
-"""Cores of a machine: some for the forward's threads, the others for all that a push adds on the same machine."""
+"""Cores of a machine: one for the forward, the others for all that a push adds; and the time of waiting for one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+STATISTICS = Path("/proc/thread-self/schedstat")
 
 
 @dataclass(frozen=True)
@@ -19,19 +22,15 @@ class Cores:
     others: tuple[int, ...]
 
 
-def split_cores(cores: Iterable[int], forward_threads: int) -> Cores | None:
-    """The last ``forward_threads`` cores for the forward; None if no other core remains."""
-    every = sorted(cores)
-    if forward_threads >= len(every):
-        return None
-    return Cores(tuple(every[-forward_threads:]), tuple(every[:-forward_threads]))
+def split_cores(cores: Iterable[int]) -> Cores | None:
+    """The last core for the forward; None if no other core remains."""
+    *others, forward = sorted(cores)
+    return Cores((forward,), tuple(others)) if others else None
 
 
-def of_this_machine(forward_threads: int) -> Cores | None:
+def of_this_machine() -> Cores | None:
     """``split_cores`` of the cores that this process may use; None if the system cannot bind threads to cores."""
-    if not hasattr(os, "sched_setaffinity"):
-        return None
-    return split_cores(os.sched_getaffinity(0), forward_threads)
+    return split_cores(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else None
 
 
 @contextlib.contextmanager
@@ -51,3 +50,14 @@ def bind_this_thread(cores: Iterable[int]) -> None:
     """Bind the calling thread to ``cores``; none: leave it."""
     if wanted := set(cores):
         os.sched_setaffinity(0, wanted)
+
+
+def queued_s(statistics: Path = STATISTICS) -> float | None:
+    """Seconds that this thread has waited for a core, since its start; None if the system does not report them:
+    Linux does, in ``schedstat`` (see ``Documentation/scheduler/sched-stats.rst`` of its source).
+    """
+    try:
+        ran_ns, waited_ns, _ = map(int, statistics.read_text().split())
+    except (OSError, ValueError):
+        return None
+    return waited_ns * 1e-9 if ran_ns else None  # 0 from a kernel that does not count

@@ -17,7 +17,7 @@ import torch
 
 from bench.forward.end import GONE, NOTIFICATION_POLL_S, End, by_rank, digest_of, settle, strays
 from bench.forward.kv import Noise
-from bench.forward.orders import Check, CheckCeiling, Checked, CheckRest, Introduction, Register, UseCache
+from bench.forward.orders import Check, CheckCeiling, CheckRest, Introduction, Register, UseCache
 from bench.forward.settings import POISON, Settings
 from layerpush.core.wire import Completion, Registration, encode_registration, read
 
@@ -44,7 +44,6 @@ class DecodeEnd:
         self._meet(digest_of(self._noise.bytes))
         self._registrations: dict[str, Registration] = {}
         self._completions: Counter[str] = Counter()
-        self._cpu_began = 0.0
 
     def serve(self) -> None:
         """Serve P until it hangs up."""
@@ -71,7 +70,7 @@ class DecodeEnd:
                 case other:
                     raise ValueError(f"{PREFILL} sent {other}")
 
-    def _answer(self, order: object) -> Checked | str | None:
+    def _answer(self, order: object) -> str | None:
         match order:
             case UseCache(block_bytes, layers, ranks):
                 self._slots = self._end.cache(block_bytes, layers).slots
@@ -81,8 +80,7 @@ class DecodeEnd:
                 self._register(request_id, targets)
                 return None
             case Check(turn, request_ids):
-                used = time.process_time() - self._cpu_began
-                return Checked(self._check(turn, request_ids), used)
+                return self._check(turn, request_ids)
             case CheckCeiling(size):
                 return self._check_ceiling(size)
             case CheckRest():
@@ -101,7 +99,6 @@ class DecodeEnd:
             local_block_ids=(targets,),
         )
         self._end.transport.notify(PREFILL, encode_registration(registration))
-        self._cpu_began = time.process_time()
 
     def _check(self, turn: int, request_ids: tuple[str, ...]) -> str | None:
         missing = self._await(request_ids)

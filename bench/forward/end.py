@@ -23,6 +23,8 @@ GONE = (EOFError, ConnectionResetError, BrokenPipeError)
 """Errors of a connection whose other process has ended."""
 MEMORY_TYPES = {"cpu": "DRAM", "cuda": "VRAM"}
 LOOK_BYTES = 32 << 20
+AGENT_THREADS = 4
+"""As vLLM's."""
 
 
 class End:
@@ -122,5 +124,4 @@ def _agent(name: str, settings: Settings) -> Any:
 
     if settings.progress == "calm":
         delay_progress_thread(sys.modules[nixl_agent.__module__])
-    progress = settings.progress != "off"
-    return nixl_agent(name, nixl_agent_config(enable_prog_thread=progress, num_threads=settings.agent_threads))
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=True, num_threads=AGENT_THREADS))

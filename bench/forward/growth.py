@@ -10,9 +10,6 @@ import numpy as np
 from bench.forward.cells import Cell, Series
 
 COSTS: Mapping[str, Callable[[Series], float]] = {
-    "hooks": lambda series: series.hook_s,
-    "arming": lambda series: series.median("arm_s"),
-    "posting": lambda series: series.median("post_s"),
     "writer's processor time": lambda series: series.median("writer_s"),
     "exposed": lambda series: series.median("exposed_s"),
     "WRITEs": lambda series: series.median("writes"),

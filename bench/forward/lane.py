@@ -9,9 +9,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from bench.forward.cores import queued_s
 from bench.forward.end import NOTIFICATION_POLL_S
 from bench.forward.pair import Pair
-from bench.forward.queued import queued_s
 from bench.forward.reach import DECODE, Reach
 from layerpush.core.push_mode import PushMode
 from layerpush.core.wire import Registration, read
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 50e-3
 """Longest sleep of an engine's idle writer thread in seconds."""
-"""The modes, and whether they push while prefill computes."""
 
 
 class RecordingMeter(PushMeter):
@@ -63,13 +62,7 @@ class RecordingMeter(PushMeter):
 class Lane:
     """The writer of one mode."""
 
-    def __init__(
-        self,
-        mode: PushMode,
-        reach: Reach,
-        transport: Transport,
-        waker: Waker,
-    ) -> None:
+    def __init__(self, mode: PushMode, reach: Reach, transport: Transport, waker: Waker) -> None:
         layout = self.layout = reach.cache.layout
         self.streams = mode is not PushMode.WHOLE
         self.meter = RecordingMeter(Recorder())
@@ -77,7 +70,7 @@ class Lane:
         self.step_events = StepEvents(layout.index_of, waker.wake, fences, wake_lazily=waker.wake_lazily)
         self.pair = Pair(reach, transport)
         played: Any = self.pair
-        self.writer = self.pair.writer = Pushes(
+        self.pushes = self.pair.pushes = Pushes(
             Identity("P", 0),
             layout,
             mode,
@@ -88,7 +81,7 @@ class Lane:
             TraceFile(None, "P", 0),
             self.meter,
         )
-        self.writer.registry = self.pair
+        self.pushes.registry = self.pair
 
 
 class Pusher:
@@ -147,8 +140,8 @@ class Pusher:
                     lane.pair.registered(registration)
                 case other:
                     raise ValueError(f"{DECODE} sent {other}")
-        lane.writer.turn()
+        lane.pushes.turn()
         waits = NOTIFICATION_POLL_S if not lane.pair.all_known.is_set() else IDLE_POLL_S
         now = time.perf_counter()
-        due = lane.writer.next_due(now)
-        return waits if due is None else max(0.0, min(due - now, waits)), lane.writer.polls_layers
+        due = lane.pushes.next_due(now)
+        return waits if due is None else max(0.0, min(due - now, waits)), lane.pushes.polls_layers

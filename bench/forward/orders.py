@@ -55,19 +55,12 @@ class Register:
 class Check:
     """To D: check that these requests were completed, and that their blocks hold the KV of forward ``turn``.
 
-    The KV is that of one request after the other. D then poisons the blocks. A ``Checked`` comes back.
+    The KV is that of one request after the other. D then poisons the blocks. The problem or None comes
+    back.
     """
 
     turn: int
     request_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Checked:
-    """``problem`` is None if all is right. ``cpu_s`` are the processor seconds of D's process meanwhile."""
-
-    problem: str | None
-    cpu_s: float
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Pair:
     P's main thread calls ``expects`` and waits for ``all_known`` and ``all_over``.
     """
 
-    writer: Pushes
+    pushes: Pushes
 
     def __init__(self, reach: Reach, transport: Transport) -> None:
         self.transfer_stats = self
@@ -77,7 +77,7 @@ class Pair:
         whole = Write(WHOLE.id, 0, 0, len(targets) * sum(layout.layer_bytes), (part,))
         self._whole[request_id] = registration
         for transfer in self._writes.post(whole, replace(self._reach.link, speed=LinkSpeed())):
-            self.writer.adopt(request_id, transfer, DECODE, registration.request_id)
+            self.pushes.adopt(request_id, transfer, DECODE, registration.request_id)
 
     def complete(self, link: Link, registration: Registration) -> None:
         for route in link.routes:

@@ -5,6 +5,7 @@ A script. Arguments: file descriptors of its ends of two socket pairs, with the 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -15,12 +16,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-import torch
 
 from bench.forward.cases import Case
 from bench.forward.cells import OFF, Cell, Series
 from bench.forward.compute import Products, Prompts
-from bench.forward.cores import bind_this_thread, this_thread_on
+from bench.forward.cores import bind_this_thread, queued_s, this_thread_on
 from bench.forward.draws import Draw
 from bench.forward.end import GONE, End, digest_of, settle
 from bench.forward.kv import Noise
@@ -29,7 +29,6 @@ from bench.forward.models import BLOCK_TOKENS
 from bench.forward.orders import (
     Check,
     CheckCeiling,
-    Checked,
     CheckRest,
     Introduction,
     Measure,
@@ -37,11 +36,8 @@ from bench.forward.orders import (
     UseCache,
     WrongBytesError,
 )
-from bench.forward.queued import queued_s
 from bench.forward.reach import DECODE, OWN, Reach
 from bench.forward.settings import Settings
-from bench.ucx import of_this_process
-from layerpush.apps.tracing.intervals import union_length
 from layerpush.core.push_mode import PushMode
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.prefill.pushes import WRITE_POLL_S
@@ -88,7 +84,6 @@ class PrefillEnd:
         self._end.agent.add_remote_agent(self._other.metadata)
         self._pusher = Pusher(self._end.transport)
         bind_this_thread(settings.cores.forward if settings.cores else ())  # every thread so far is on the other cores
-        torch.set_num_threads(settings.forward_threads)
         self._products = Products(settings.layer_s, self._end.device)
         self._bench: Bench | None = None
         self._turn = 0
@@ -172,9 +167,7 @@ class PrefillEnd:
             if writer_queued is not None:
                 series.writer_queued_s.append((self._pusher.queued_s() or 0.0) - writer_queued)
             self._account(lane, series, start, ready, third)
-            checked: Checked = self._ask(Check(self._turn, names))
-            raise_if_wrong(checked.problem, f"{way}, {case}")
-            series.decode_s.append(checked.cpu_s)
+            raise_if_wrong(self._ask(Check(self._turn, names)), f"{way}, {case}")
 
     def _store_cached(self, lane: Lane, case: Case, prompts: Prompts) -> None:
         """Write the KV that earlier prompts would have left in P's cache."""
@@ -200,7 +193,7 @@ class PrefillEnd:
         planned = names if lane.streams else ()
         progress = [PromptProgress(name, (BLOCK_TOKENS,)) for name in planned]
         tables = [[draw.sources] for draw in draws]
-        clock, arm_s, ready, done = time.perf_counter, 0.0, 0.0, case.cached_blocks * BLOCK_TOKENS
+        clock, ready, done = time.perf_counter, 0.0, case.cached_blocks * BLOCK_TOKENS
         hooked: list[float] = []
         for scheduled in case.steps:
             chunks = []
@@ -211,9 +204,7 @@ class PrefillEnd:
             first, done = done // BLOCK_TOKENS, done + scheduled
             places = prompts.place(first, -(-done // BLOCK_TOKENS))
             plan = StepPlan(tuple(chunk for chunk in chunks if chunk is not None))
-            before = clock()
             events.arm(plan)
-            arm_s += clock() - before
             for index, layer in enumerate(layers):
                 prompts.store(turn, index, places)
                 products.attention()
@@ -225,7 +216,6 @@ class PrefillEnd:
                 products.mlp()
             settle(self._end.device)
             events.sweep()
-        series.arm_s.append(arm_s)
         for name, draw in zip(names, draws, strict=bool(names)):
             events.finish(name, (list(draw.sources),))
         return ready, hooked[min(2, len(hooked) - 1)]
@@ -240,9 +230,6 @@ class PrefillEnd:
         landed = [write.t_landed for write in meter.records if write.t_landed is not None]
         series.end_s.append(max(landed) - start)
         series.exposed_s.append(max(landed) - ready)
-        spans = [(write.t_post, write.t_landed or write.t_post) for write in meter.records]
-        series.transfer_s.append(union_length(spans))
-        series.post_s.append(sum(write.t_posted - write.t_post for write in meter.records))
         series.writes.append(len(meter.records))
         series.descriptors.append(sum(write.descriptors for write in meter.records))
         early = sum(write.descriptors for write in meter.records if write.t_post < third)
@@ -304,7 +291,7 @@ def run(command_end: str, decode_end: str) -> None:
         link, settings = command.recv()
         decode.send(settings)
         end = PrefillEnd(link, decode, settings)
-        command.send(of_this_process())
+        command.send({"ucx_settings": {name: value for name, value in os.environ.items() if name.startswith("UCX_")}})
         while True:
             order = command.recv()
             try:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
-from bench.forward.cases import CHUNK_TOKENS, POOL_FACTOR
+from bench.forward.cases import CHUNK_TOKENS
 from bench.forward.models import SMALL, WHOLE
-
-MEMORY_SHARE = 0.7
-"""Share of this machine's memory for the caches and the KV of a layer, on both sides."""
-LAYER_SHARE = 0.05
-"""A layer's KV, beside the cache on each side, as a share of a prompt's KV; each model has 20 layers or more."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +24,6 @@ class Preset:
     growth: bool
     points: int
     file: str | None
-
-
-def fitting_mib(memory: int) -> int:
-    """MiB of KV of the longest prompt that fits on both sides into ``MEMORY_SHARE`` of ``memory`` bytes."""
-    return int(MEMORY_SHARE * memory / (2 * (POOL_FACTOR + LAYER_SHARE))) >> 20
-
-
-def memory_bytes() -> int:
-    """Memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 DEFAULT = Preset(
@@ -61,7 +45,7 @@ LONG = replace(
     ids=("random",),
     chunk_tokens=8192,
     rounds=3,
-    most_mib=fitting_mib(memory_bytes()),
+    most_mib=5120,
     growth=False,
     file="long.json",
 )

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT
-from bench.forward.links import ALLOCATOR_VARIABLES, Seat, Wire
+from bench.forward.links import ALLOCATOR_VARIABLES, Wire
 from bench.forward.orders import WrongBytesError
 from bench.forward.settings import Settings
+from bench.servers.processes import start
 
 WATCH_S = 0.2
 STOP_TIMEOUT_S = 5.0
@@ -80,18 +81,10 @@ class Pair:
 
     def _spawn(self, side: str, *sockets: socket.socket) -> None:
         descriptors = [each.fileno() for each in sockets]
-        seat = self._wire.seats[side]
-        with self._log(side).open("wb") as log:
-            self._processes[side] = subprocess.Popen(
-                [*seat.command_prefix, sys.executable, "-m", f"bench.forward.{side}", *map(str, descriptors)],
-                cwd=ROOT,
-                env=_environment(seat),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=descriptors,
-                start_new_session=True,
-            )
+        place = self._wire.places[side]
+        command = [*place.command_prefix, sys.executable, "-m", f"bench.forward.{side}", *map(str, descriptors)]
+        environment = _environment(self._wire.transports, place.device)
+        self._processes[side] = start(command, self._log(side), cwd=ROOT, env=environment, pass_fds=descriptors)
 
     def _log(self, side: str) -> Path:
         return self._logs / f"{self._wire.name}-{side}.log"
@@ -120,7 +113,8 @@ class Pair:
         return "\n".join(parts)
 
 
-def _environment(seat: Seat) -> dict[str, str]:
+def _environment(transports: str, device: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return inherited | dict(seat.environment) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    ours = {"UCX_TLS": transports, "UCX_NET_DEVICES": device, "OMP_NUM_THREADS": "1"}
+    return inherited | ours | {"PYTHONPATH": os.pathsep.join(paths)}

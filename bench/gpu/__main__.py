@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from bench import ROOT
+from bench.command import names
 from bench.gpu.host import HostError, check_compiler, environment, gpu_mib, missing_modules
 from bench.gpu.parts import PARTS, Room, Step, TooSmallError, steps_of
 from bench.gpu.running import Ending, Ran, Runner
@@ -49,15 +50,6 @@ def main(
         Path,
         typer.Option(metavar="DIR", file_okay=False, help="Folder of serve's model, 16 GB; built once."),
     ] = MODEL,
-    options: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            metavar="PART=TEXT",
-            show_default=False,
-            help="More options of a part's bench, for example serve='--lengths 8192'; repeat it.",
-        ),
-    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and run nothing.")] = False,
 ) -> None:
     """Measure layerpush on one NVIDIA GPU, part by part, each within eight minutes.
@@ -74,19 +66,17 @@ def main(
 
     - PYTHON=/opt/vllm/bin/python scripts/gpu-bench all --out results
 
-    - scripts/gpu-bench serve --out results --option serve='--lengths 8192 --rounds 5'
-
     - scripts/gpu-bench all --out results --dry-run
     """
     try:
-        wanted = _known(parts)
-        more = _options(options or [])
+        wanted = names(",".join(parts), [*PARTS, ALL])
+        wanted = list(PARTS) if ALL in wanted else wanted
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     out, model = out.resolve(), model.resolve()
     try:
         room = Room(LIKE_H200_MIB if dry_run else gpu_mib(), model)
-        steps = {part: steps_of(part, out, room, more.get(part, [])) for part in wanted}
+        steps = {part: steps_of(part, out, room) for part in wanted}
         if not dry_run:
             _check_modules(wanted)
             check_compiler()
@@ -139,23 +129,6 @@ def _check_modules(wanted: list[str]) -> None:
     if missing:
         lacks = "; ".join(f"for {part}: {', '.join(names)}" for part, names in missing.items())
         raise HostError(f"{sys.executable} lacks, {lacks}. Install them, or choose another with PYTHON=...")
-
-
-def _known(parts: list[str]) -> list[str]:
-    for part in parts:
-        if part not in (*PARTS, ALL):
-            raise ValueError(f"{part!r} is none of {', '.join(PARTS)}, {ALL}")
-    return list(PARTS) if ALL in parts else list(dict.fromkeys(parts))
-
-
-def _options(given: list[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for text in given:
-        part, equals, words = text.partition("=")
-        if not equals or part not in PARTS:
-            raise ValueError(f"--option {text}: write PART=TEXT, with PART one of {', '.join(PARTS)}")
-        found.setdefault(part, []).extend(shlex.split(words))
-    return found
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,6 @@ ENGINE_MODULES = (
     "msgspec",
     "vllm",
     "aiohttp",
-    "fastapi",
     "safetensors",
     "tokenizers",
     "transformers",
@@ -110,12 +109,7 @@ def _engines(modes: str, count: int, gpu_mib: int) -> Engines | None:
     return Engines(modes, count, lengths, each) if lengths else None
 
 
-def steps_of(part: str, out: Path, room: Room, options: Sequence[str]) -> list[Step]:
-    """The commands of a part. ``options`` go to its main command."""
-    return _STEPS[part](out, room, tuple(options))
-
-
-def _kernels(out: Path, _: Room, options: tuple[str, ...]) -> list[Step]:
+def _kernels(out: Path, _: Room) -> list[Step]:
     tests = (
         "-m",
         "pytest",
@@ -129,26 +123,25 @@ def _kernels(out: Path, _: Room, options: tuple[str, ...]) -> list[Step]:
         "no:cacheprovider",
     )
     bench = ("-m", "bench.kernel", "--device", "cuda", "--out", str(out / "kernel.json"))
-    return [Step("tests", tests, share=0.5), Step("bench", (*bench, *options))]
+    return [Step("tests", tests, share=0.5), Step("bench", bench)]
 
 
-def _forward(out: Path, _: Room, options: tuple[str, ...]) -> list[Step]:
+def _forward(out: Path, _: Room) -> list[Step]:
     bench = ("-m", "bench.forward", "--device", "cuda", "--links", "cuda_ipc", "--progress", "spin")
     return [
-        Step("quick", (*bench, "--quick", "--out", str(out / "forward-quick.json"), *options), share=0.3),
-        Step("bench", (*bench, "--out", str(out / "forward.json"), *options)),
+        Step("quick", (*bench, "--quick", "--out", str(out / "forward-quick.json")), share=0.3),
+        Step("bench", (*bench, "--out", str(out / "forward.json"))),
     ]
 
 
-def _serve(out: Path, room: Room, options: tuple[str, ...]) -> list[Step]:
+def _serve(out: Path, room: Room) -> list[Step]:
     """Engines, and a check of their hooks."""
     runs = engines_for(room.gpu_mib)
     steps = [Step("model", ("-m", "bench.gpu.model", "--out", str(room.model)), share=0.3)]
     for engines in runs:
         name = "serve" if len(runs) == 1 else f"serve-{engines.modes}"
         result, logs = out / f"{name}.json", out / f"{name}-logs"
-        measure = (*_measure(engines, room.model, result, logs), *options)
-        steps.append(Step(name, measure, share=0.8 / len(runs)))
+        steps.append(Step(name, _measure(engines, room.model, result, logs), share=0.8 / len(runs)))
         traces = logs / f"loopback-b{STEP_TOKENS}" / "trace"
         by_layer = [str(traces / mode) for mode in engines.modes.split(",") if mode != "request"]
         if by_layer:
@@ -173,8 +166,6 @@ def _measure(engines: Engines, model: Path, result: Path, logs: Path) -> tuple[s
     )
 
 
-_STEPS: Mapping[str, Callable[[Path, Room, tuple[str, ...]], list[Step]]] = {
-    "kernels": _kernels,
-    "serve": _serve,
-    "forward": _forward,
-}
+def steps_of(part: str, out: Path, room: Room) -> list[Step]:
+    """The commands of a part."""
+    return {"kernels": _kernels, "serve": _serve, "forward": _forward}[part](out, room)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.parts import Step
+from bench.servers.processes import start
 
 POLL_S = 0.2
 GRACE_S = 45.0
@@ -72,16 +73,8 @@ class Runner:
         command = [self.interpreter, *step.arguments]
         self.logs.mkdir(parents=True, exist_ok=True)
         path, began = self.logs / f"{name}.log", time.monotonic()
-        with path.open("wb") as log, path.open("rb") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=self.root,
-                env=dict(self.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        process = start(command, path, cwd=self.root, env=dict(self.environment))
+        with path.open("rb") as output:
             try:
                 late = not self._wait(process, began + max(0.0, seconds - self.grace_s), output.readline)
             finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from pathlib import Path
@@ -13,10 +12,9 @@ import typer
 from bench import OUTPUT
 from bench.command import console, names, numbers
 from bench.serve.command import run_command
-from bench.serve.engine_options import EngineOptions
+from bench.serve.engine_options import DEFAULT_SHAPE, EngineOptions, ShapeName
 from bench.serve.lineup import DEFAULT_STEP_TOKENS
 from bench.serve.plan import AGGREGATED, COMPARE, LOOPBACK, MODES, Compare, Load, Plan, Setup
-from bench.serve.shapes import DEFAULT_SHAPE, SHAPES, ShapeName, described
 
 LENGTHS, QUICK_LENGTHS = "1024,2048,4096", "1024"
 ROUNDS, QUICK_ROUNDS = 5, 3
@@ -115,9 +113,8 @@ def main(
         ShapeName | None,
         typer.Option(
             show_default=False,
-            help="Model that the bench makes. "
-            + "; ".join(f"{name}: {described(name)}" for name in SHAPES)
-            + f". Default: {DEFAULT_SHAPE}.",
+            help=f"Model that the bench makes. demo: that of make demo. long: for prompts of 4k to 64k tokens. "
+            f"Default: {DEFAULT_SHAPE}.",
             rich_help_panel=_ENGINES,
         ),
     ] = None,
@@ -128,14 +125,6 @@ def main(
     engine_env: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Environment of every engine; repeat it.", rich_help_panel=_ENGINES),
-    ] = None,
-    config: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="MODE=JSON",
-            help="More kv_connector_extra_config keys for P of a mode; repeat it.",
-            rich_help_panel=_ENGINES,
-        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -181,14 +170,13 @@ def main(
             model,
             shape,
             tuple(shlex.split(engine_args)),
-            dict(_pair("--engine-env", each) for each in engine_env or []),
-            {mode: json.loads(text) for mode, text in (_pair("--config", each) for each in config or [])},
+            dict(map(_pair, engine_env or [])),
             corrupt,
         )
         plan = Plan(
             modes=[AGGREGATED, *(mode for mode in names(modes, list(MODES)) if mode != AGGREGATED)],
             lengths=_lengths(lengths or (QUICK_LENGTHS if quick else LENGTHS), options.longest_prompt(answer_tokens)),
-            loads=[Load(each, background=streams) for streams in _counts(background) for each in numbers(concurrency)],
+            loads=[Load(each, streams) for streams in numbers(background, 0) for each in numbers(concurrency)],
             setups=[Setup(link.strip(), size) for link in links.split(",") for size in numbers(max_num_batched_tokens)],
             rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
             requests=requests or (QUICK_REQUESTS if quick else REQUESTS),
@@ -196,8 +184,6 @@ def main(
             seed=seed,
             compare=compare,
         )
-        if unknown := options.extra.keys() - set(plan.modes):
-            raise ValueError(f"--config {unknown.pop()}: is none of the measured modes, {', '.join(plan.modes)}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(run_command(console(), plan, options, out, keep_logs))
@@ -211,16 +197,10 @@ def _lengths(text: str, limit: int) -> list[int]:
     return wanted
 
 
-def _counts(text: str) -> list[int]:
-    if wrong := [each for each in text.split(",") if not each.strip().isdigit()]:
-        raise ValueError(f"--background: {wrong[0].strip()!r} is no whole number of streams")
-    return list(dict.fromkeys(map(int, text.split(","))))
-
-
-def _pair(option: str, text: str) -> tuple[str, str]:
+def _pair(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"{option} {text}: write NAME=VALUE")
+        raise ValueError(f"--engine-env {text}: write NAME=VALUE")
     return name, value
 
 

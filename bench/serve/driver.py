@@ -16,6 +16,7 @@ from typing import Any
 
 from bench import ROOT
 from bench.serve.plan import Call, Plan
+from bench.servers.processes import start
 
 CLIENT = "bench.serve.client"
 WATCH_S = 0.5
@@ -57,17 +58,8 @@ class Driver:
         here, there = socket.socketpair()
         with there:
             self._commands = Connection(here.detach())
-            with self._log.open("ab") as log:
-                self._process = subprocess.Popen(
-                    [*self._client, str(there.fileno())],
-                    cwd=ROOT,
-                    env=_environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[there.fileno()],
-                    start_new_session=True,
-                )
+            command = [*self._client, str(there.fileno())]
+            self._process = start(command, self._log, cwd=ROOT, env=_environment(), pass_fds=[there.fileno()])
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,13 +6,21 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+from bench.demo.cluster import DEMO_SHAPE
 from bench.provenance import unplaced
-from bench.serve.shapes import DEFAULT_SHAPE, SHAPES, ShapeName, folder
 from bench.serve.tokenizer import write_tokenizer
-from bench.servers.model import write_model
+from bench.servers.model import ModelShape, write_model
+from bench.servers.workspace import model_cache
 
+ShapeName = Literal["demo", "long"]
+DEFAULT_SHAPE, LONG = get_args(ShapeName)
+LONG_SHAPE = ModelShape(
+    layers=8, hidden=256, heads=1, kv_heads=1, head_dim=128, intermediate=256, max_positions=1 << 16
+)
+"""Little computation for each byte of KV, with as many query heads as KV heads: 32k tokens on one core in seconds."""
+SHAPES: Mapping[str, ModelShape] = {DEFAULT_SHAPE: DEMO_SHAPE, LONG: LONG_SHAPE}
 ROOM_TOKENS = 64
 """Tokens of a request beside its prompt and its answer, at most."""
 
@@ -45,7 +53,6 @@ class EngineOptions:
     shape: ShapeName | None = None
     options: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
-    extra: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     corrupt: bool = False
 
     @property
@@ -54,9 +61,8 @@ class EngineOptions:
 
     def longest_prompt(self, answer_tokens: int) -> int:
         """In tokens. Raises ``ValueError`` for a directory without a model."""
-        if self.model is not None:
-            return Model.of_directory(Path(self.model)).longest - answer_tokens - ROOM_TOKENS
-        return SHAPES[self.shape_name].max_positions - answer_tokens - ROOM_TOKENS
+        longest = Model.of_directory(Path(self.model)).longest if self.model else SHAPES[self.shape_name].max_positions
+        return longest - answer_tokens - ROOM_TOKENS
 
     def built(self, work: Path) -> Model:
         """The model on disk. Makes it if the user has none, with a tokenizer in ``work``."""
@@ -79,3 +85,8 @@ class EngineOptions:
             return unplaced(self.model)
         shape = SHAPES[self.shape_name]
         return {**asdict(shape), "kv_bytes_per_token": shape.kv_bytes_per_token}
+
+
+def folder(name: str) -> Path:
+    """The default folder of a model."""
+    return model_cache().with_name(f"{name}-model")

@@ -59,7 +59,7 @@ class Lineup:
         connector, module = STOCK.get(mode, CONNECTOR_NAME), None
         if self.options.corrupt and mode == CORRUPTED:
             connector, module = FAULTY_CONNECTOR, FAULTY_MODULE
-        config = connector_config(mode, self.options.extra)
+        config = dict(LAYERPUSH.get(mode, {}))
         if mode in LAYERPUSH:
             config["trace_dir"] = str(self.trace_dir(mode))
         return self._spec(f"{mode}-prefill", "prefill", connector, module, config, self.prefill_place)
@@ -132,11 +132,6 @@ class Lineup:
             variables=self.options.variables,
             tokenizer=self.model.tokenizer,
         )
-
-
-def connector_config(mode: str, extra: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
-    """``kv_connector_extra_config`` of a mode's P, without its trace_dir."""
-    return {**LAYERPUSH.get(mode, {}), **extra.get(mode, {})}
 
 
 def first_token_of(mode: str) -> str:

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from bench.provenance import unplaced
 from bench.serve.background import background
 from bench.serve.driver import Driver, arguments
-from bench.serve.hand_overs import hand_overs
 from bench.serve.measured import Measured, measured
 from bench.serve.plan import TOKEN, Call, Plan, Setup
-from bench.serve.pushes import Pushes
 from bench.serve.results import Wrong, by_cell
 from bench.serve.scrape import FIRST_TOKENS, PREFILL, Meter
 from bench.serve.site import Site, Target, Targets
+from bench.serve.traces import Traces, hand_overs
 from layerpush.apps.tracing.figures import TraceError, figures_of
 
 
@@ -39,7 +38,7 @@ class Run:
     calls: list[Measured] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._pushes: dict[str, Pushes] = {}
+        self._traces: dict[str, Traces] = {}
 
     def measure(self) -> None:
         """Make all calls. Raises ``WrongAnswersError``, and the errors of site and driver."""
@@ -76,11 +75,11 @@ class Run:
         call = self.plan.warm_up(setup, target.mode)
         requests = self.plan.streams + 1
         words = arguments(self.plan, call, target.url, self.site.model, requests)
-        pushes = None if target.trace is None else Pushes(target.trace)
+        traces = None if target.trace is None else Traces(target.trace, target.decode_trace)
         measured(call, words, self.driver.run(words, f"warm-up-{setup.link}-{target.mode}", self.site.check))
-        if pushes is not None:
-            self._pushes[target.mode] = pushes
-            pushes.new(requests)
+        if traces is not None:
+            self._traces[target.mode] = traces
+            traces.new(requests)
 
     def _call(self, call: Call, target: Target) -> Measured:
         requests = self.plan.prompts(call)
@@ -93,26 +92,24 @@ class Run:
         if (prefill := prefills.since(requests)).get("count"):
             result.prefill_ms = [1e3 * prefill["sum"] / prefill["count"]]
         result.first_tokens = {origin: int(count) for origin, count in origins.since(requests).items()}
-        if target.mode in self._pushes:
-            self._add_pushes(result, call, target, requests)
+        if target.mode in self._traces:
+            self._add_pushes(result, call, requests)
         result.problems += [*prefills.problems, *origins.problems]
         return result
 
-    def _add_pushes(self, result: Measured, call: Call, target: Target, requests: int) -> None:
-        here = self._pushes[target.mode].new(requests)
-        result.pushed_as = dict(Counter(parts[0].mode for parts in here))
-        if len(here) != requests:
+    def _add_pushes(self, result: Measured, call: Call, requests: int) -> None:
+        traces, here = self._traces[call.mode].new(requests)
+        result.pushed_as = dict(Counter(request.pushes[0].mode for request in here))
+        if traces is None or len(here) != requests:
             result.problems.append(f"the trace has {len(here)} pushes of {requests} requests")
             return
         try:  # of several ranks the slowest counts
-            result.exposed_ms = [max(figures_of(part).exposed_ms for part in parts) for parts in here]
+            result.exposed_ms = [max(figures_of(push).exposed_ms for push in request.pushes) for request in here]
         except TraceError as error:
             result.problems.append(str(error))
             return
-        assert target.trace is not None
         one_at_a_time = call.cell.load.concurrency == 1
-        found = hand_overs(target.trace, target.decode_trace, here, result.first_token_at, one_at_a_time=one_at_a_time)
-        if found:
+        if found := hand_overs(traces, here, result.first_token_at, one_at_a_time=one_at_a_time):
             result.add_hand_overs(found)
         else:
             result.problems.append("no hand-over: P's clock is not this machine's, or its trace lacks a time")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from bench.serve.lineup import Lineup
 from bench.serve.plan import LOOPBACK, Setup
-from bench.serve.turns import Turns
 from bench.servers.display import Display
 from bench.servers.engines import Engine, EngineGroup, Place
 from bench.servers.interrupts import Interrupts
@@ -37,23 +36,30 @@ class Target:
 Targets = Mapping[str, Target]
 
 
-class Site(Protocol):
-    """The servers of a run."""
+class Turns:
+    """The servers of each mode; some may belong to several. All run at first.
 
-    model: Sequence[str]
-    """Arguments of ``vllm bench serve`` for model and tokenizer."""
+    An idle engine still polls, and so do its proxy and its threads. A dozen of them on a few cores would slow down the
+    engine that computes.
+    """
 
-    def up(self, setup: Setup, modes: Sequence[str]) -> contextlib.AbstractContextManager[Targets]:
-        """Servers of these modes until the block ends."""
+    def __init__(self, servers: Mapping[str, Sequence[Engine]]) -> None:
+        self._servers = servers
+        self._suspended: list[Engine] = []
 
     def only(self, mode: str) -> None:
-        """From now on only this mode gets requests. Inside ``up`` only."""
+        """Suspend all servers but those of ``mode``."""
+        wanted = self._servers[mode]
+        for server in [each for each in self._suspended if each in wanted]:
+            server.signal(signal.SIGCONT)
+            self._suspended.remove(server)
+        for server in (each for servers in self._servers.values() for each in servers):
+            if server not in wanted and server not in self._suspended:
+                server.signal(signal.SIGSTOP)
+                self._suspended.append(server)
 
-    def check(self) -> None:
-        """Raises an exception if a server has ended."""
 
-
-class OwnSite:
+class Site:
     """Engines and proxies on this machine, started for each setup. ``forks``: as those of ``EngineGroup``."""
 
     def __init__(
@@ -77,7 +83,7 @@ class OwnSite:
 
     @contextlib.contextmanager
     def up(self, setup: Setup, modes: Sequence[str]) -> Iterator[Targets]:
-        """Raises ``EngineFailedError``, ``LinkError`` or ``SiteError``."""
+        """Servers of these modes until the block ends. Raises ``EngineFailedError`` or ``LinkError``."""
         logs = self._logs / f"{setup.link}-b{setup.step_tokens}"
         logs.mkdir(parents=True, exist_ok=True)
         with (
@@ -119,6 +125,7 @@ class OwnSite:
                 self._group = None
 
     def only(self, mode: str) -> None:
+        """From now on only this mode gets requests. Inside ``up`` only."""
         self._turns.only(mode)
 
     def check(self) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import urllib.error
@@ -154,15 +153,7 @@ class Engine:
         self.side_channel_port = side_channel_port
         self.log_path = log_path
         self.started_at = time.monotonic()
-        with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                spec.command(port),
-                env=spec.environment(side_channel_port),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._process = processes.start(spec.command(port), log_path, env=spec.environment(side_channel_port))
 
     @property
     def name(self) -> str:

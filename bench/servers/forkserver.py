@@ -31,7 +31,6 @@ import selectors
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import calm
+from bench.servers import processes
 
 CLIENT = Path(__file__).with_name("forkclient.py")
 MODULES = (
@@ -125,15 +125,8 @@ class ForkServer:
         self.log_path = log_path
         self._folder = tempfile.TemporaryDirectory(prefix="layerpush-fork-")  # a socket's path must be short
         self._path = Path(self._folder.name) / "socket"
-        with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "bench.servers.forkserver", str(self._path)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        program = [*prefix, sys.executable, "-m", "bench.servers.forkserver", str(self._path)]
+        self._process = processes.start(program, log_path, env=environment)
 
     @property
     def command(self) -> list[str]:

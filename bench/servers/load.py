@@ -25,7 +25,7 @@ class RequestFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """Greedy tokens of one request; the times when it was sent, and when its first and its last token came.
+    """Greedy tokens of one request; the times when it was sent, and when its first token came.
 
     Times are ``time.perf_counter()`` seconds.
     """
@@ -34,17 +34,11 @@ class Answer:
     tokens: tuple[int, ...]
     sent_at: float
     first_token_at: float
-    ended_at: float
 
     @property
     def ttft_s(self) -> float:
         """From sending to the first token."""
         return self.first_token_at - self.sent_at
-
-    @property
-    def total_s(self) -> float:
-        """From sending to the last token."""
-        return self.ended_at - self.sent_at
 
 
 def make_prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
@@ -82,7 +76,7 @@ async def complete(
     if not timed_tokens or len(timed_tokens) != max_tokens:
         raise RequestFailedError(f"{engine.name} sent {len(timed_tokens)} of {max_tokens} tokens for {request_id}")
     tokens = tuple(token for token, _ in timed_tokens)
-    return Answer(request_id, tokens, sent_at, timed_tokens[0][1], timed_tokens[-1][1])
+    return Answer(request_id, tokens, sent_at, timed_tokens[0][1])
 
 
 async def complete_disaggregated(
@@ -129,11 +123,8 @@ async def _stream(
 
 def _tokens_of(engine_name: str, line: bytes) -> list[int]:
     """Token ids in one line of a server-sent event stream."""
-    text = line.decode().strip()
-    if not text.startswith("data:"):
-        return []
-    payload = text.removeprefix("data:").strip()
-    if payload == DONE:
+    field, _, payload = line.decode().strip().partition(":")
+    if field != "data" or payload.strip() == DONE:
         return []
     event = json.loads(payload)
     if "error" in event:

@@ -1,8 +1,24 @@
-"""Processes of this machine, from /proc."""
+"""Processes of this machine: their start, and those of a process group, from /proc."""
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+
+def start(command: Sequence[str], log: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start a command without input, in a process group of its own. Its output goes to ``log``."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **options,
+        )
 
 
 def is_running(pid: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench.forward.queued import STATISTICS
+from bench.forward.cores import STATISTICS
 from bench.servers.processes import is_running
 from tests.contract.commands import SECONDS, children, start
 from tests.support.waiting import until
@@ -44,7 +44,6 @@ def namespaces(pid: int) -> list[str]:
 
 def test_a_forward_writes_every_sample_with_its_conditions(tmp_path: Path) -> None:
     written = written_by(f"{FORWARD} --links shm,loopback --ids contiguous,random", tmp_path / "forward.json")
-    assert written["settings"]["forward_threads"] == 1
     assert written["about"]["loopback"]["ucx_settings"]["UCX_TLS"] == "tcp,self"
     assert [(each["link"], each["ids"]) for each in written["cells"]] == [
         (link, ids) for link in ("shm", "loopback") for ids in ("contiguous", "random")

@@ -47,7 +47,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/gpu-bench"
 H200, H100, L4 = 143_771, 81_559, 23_034
 SECONDS = 60
-OPTIONS = ("--rounds", "9")
 
 
 def invoke(*arguments: object) -> tuple[int, str]:
@@ -55,8 +54,8 @@ def invoke(*arguments: object) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def steps(part: str, gpu_mib: int = H200, *options: str) -> list[Step]:
-    return steps_of(part, Path("/out"), Room(gpu_mib, Path("/model")), options)
+def steps(part: str, gpu_mib: int = H200) -> list[Step]:
+    return steps_of(part, Path("/out"), Room(gpu_mib, Path("/model")))
 
 
 def test_every_part_lists_its_modules_and_writes_its_result_into_the_folder() -> None:
@@ -73,19 +72,8 @@ def test_every_command_is_valid(tmp_path: Path, part: str, gpu_mib: int) -> None
     """The folders of the traces exist."""
     for run in ("serve", "serve-token", "serve-request"):
         (tmp_path / f"{run}-logs/loopback-b{STEP_TOKENS}/trace").mkdir(parents=True)
-    for step in steps_of(part, tmp_path, Room(gpu_mib, tmp_path), ()):
+    for step in steps_of(part, tmp_path, Room(gpu_mib, tmp_path)):
         check(Command(("python", *step.arguments), ()))
-
-
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("gpu_mib", [H200, H100])
-def test_options_go_to_the_benchmark_step_only(part: str, gpu_mib: int) -> None:
-    bench = {"kernels": "bench.kernel", "forward": "bench.forward"}.get(part, "bench.serve")
-    got = {step.arguments[1] for step in steps(part, gpu_mib, *OPTIONS) if step.arguments[-2:] == OPTIONS}
-    assert got == {bench}
-    plain = [step.arguments for step in steps(part, gpu_mib) if step.arguments[1] == bench]
-    given = [step.arguments for step in steps(part, gpu_mib, *OPTIONS) if step.arguments[1] == bench]
-    assert given == [(*arguments, *OPTIONS) for arguments in plain]
 
 
 def test_a_large_gpu_runs_both_modes_side_by_side_with_prompts_of_64k() -> None:
@@ -281,14 +269,14 @@ def script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 
 def test_the_script_accepts_any_interpreter_and_a_dry_run_prints_its_commands(tmp_path: Path) -> None:
-    done = script("all", "--out", str(tmp_path), "--dry-run", "--option", "forward=--rounds 5", PYTHON=sys.executable)
+    done = script("all", "--out", str(tmp_path), "--dry-run", PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
     for part in PARTS:
         assert f"{part}: at most 8 minutes" in done.stdout
     lines = done.stdout.splitlines()
     files = "tests/unit/kernels tests/unit/test_fences.py tests/unit/test_staging_memory.py"
     assert f"{sys.executable} -m pytest {files} -m gpu" in done.stdout
-    assert any("bench.forward --device cuda" in line and "--rounds 5" in line for line in lines)
+    assert any("bench.forward --device cuda" in line for line in lines)
     assert any("bench.serve" in line and "8192," in line and "cuda_ipc" in line for line in lines)
     assert not list(tmp_path.iterdir()), "it ran nothing"
 
@@ -381,8 +369,6 @@ def test_the_command_reports_a_gpu_without_room_for_engines(tmp_path: Path) -> N
     ("arguments", "said"),
     [
         (["kernel"], "none of kernels, serve, forward, all"),
-        (["forward", "--option", "froward=--quick"], "PART=TEXT"),
-        (["forward", "--option", "forward"], "PART=TEXT"),
         (["forward", "--minutes", "0"], "--minutes"),
     ],
 )

@@ -8,17 +8,14 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from bench.serve.background import TOKENS as BACKGROUND_TOKENS
 from bench.serve.engine_options import EngineOptions, Model
 from bench.serve.lineup import Lineup
 from bench.serve.plan import AGGREGATED, MODES, TOKEN, Load
-from bench.serve.pushes import Pushes
 from bench.serve.scrape import FIRST_TOKENS, PREFILL, Meter
 from bench.servers.engines import Place
-from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 from tests.unit.serve_rig import plan
 
 MODEL = Model(Path("/models/demo"), Path("/models/words"), 32768, 1000)
@@ -50,7 +47,7 @@ def test_layerpush_modes_share_one_d_and_stock_modes_have_their_own() -> None:
 
 
 def test_each_mode_has_its_connector() -> None:
-    this = lineup(extra={"layer": {"packing": "off"}})
+    this = lineup()
     connectors = {mode: this.prefill(mode).transfer_config() for mode in MODES}
     assert connectors[AGGREGATED] is None
     found = {mode: config["kv_connector"] for mode, config in connectors.items() if config}
@@ -60,7 +57,6 @@ def test_each_mode_has_its_connector() -> None:
     assert connectors["layer"]["kv_connector_extra_config"] == {
         "layerwise": True,
         "granularity": "layer",
-        "packing": "off",
         "trace_dir": "/work/trace/layer",
     }
     ds = {mode: (spec := this.decode(mode)) and spec.extra_config for mode in ("auto", TOKEN, "push", "pull")}
@@ -178,31 +174,3 @@ def test_first_tokens_are_counted_by_origin_once_all_are_reported() -> None:
     with served(lambda: next(looks)) as url:
         assert Meter(url, FIRST_TOKENS, patience_s=60).since(3) == {"prefill": 2, "late": 1}
     assert Meter(None, FIRST_TOKENS).since(3) == {}
-
-
-def push(request: str, rank: int = 0, landed: float = 2.0) -> PushRecord:
-    write = WriteRecord(0, (0, 15), (0, 0), 32, 4096, 1.0, 1.0, landed)
-    return PushRecord(
-        request_id=f"cmpl-{request}-0-abcd1234",
-        engine_id="layer-prefill",
-        rank=rank,
-        mode="layer",
-        outcome="completed",
-        writes=[write],
-        t_first_planned=0.0,
-        t_last_ready=1.5,
-        t_last_landed=landed,
-    )
-
-
-def trace(folder: Path, *pushes: PushRecord, pid: int = 1) -> None:
-    with (folder / f"engine-rank0-{pid}.jsonl").open("ab") as file:
-        file.writelines(msgspec.json.encode(each) + b"\n" for each in pushes)
-
-
-def test_a_call_has_only_the_new_pushes_of_the_trace(tmp_path: Path) -> None:
-    trace(tmp_path, push("old"), pid=5)
-    pushes = Pushes(tmp_path, patience_s=0)
-    trace(tmp_path, push("probe-1"), push("b", landed=3.0), push("a"), pid=1)
-    assert [[each.t_last_landed for each in parts] for parts in pushes.new(2)] == [[2.0], [3.0]]
-    assert pushes.new(1) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from bench.serve.turns import Turns
+from bench.serve.site import Turns
 from bench.servers.engines import Engine, EngineSpec
 from tests.support.waiting import until
 

@@ -30,7 +30,7 @@ def trace(directory: Path, *lines: dict[str, object]) -> None:
 
 
 def answer(tokens: tuple[int, ...] = RIGHT, request_id: str = "abc", ttft_s: float = 0.5) -> Answer:
-    return Answer(request_id, tokens, 11.0, 11.0 + ttft_s, 12.0)
+    return Answer(request_id, tokens, 11.0, 11.0 + ttft_s)
 
 
 def test_the_later_of_two_pushes_of_a_request_counts(tmp_path: Path):

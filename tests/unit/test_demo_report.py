@@ -39,7 +39,7 @@ HAND_OVER = HandOver(200.0, dict(zip(PARTS, (0.0, 20.0, 30.0, 5.0, 1.0, 44.0, 10
 
 def sample(exposed_s: float = 0.1, **changes: object) -> Sample:
     push = parse(t_last_landed=11.3 + exposed_s)
-    made = Sample(0, Answer("abc", (5, 6, 7), 10.0, 11.5, 11.9), True, push, figures_of(push), HAND_OVER, None)
+    made = Sample(0, Answer("abc", (5, 6, 7), 10.0, 11.5), True, push, figures_of(push), HAND_OVER, None)
     return dataclasses.replace(made, **changes)
 
 
