@@ -84,17 +84,17 @@ def identities(pair: Pair) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("named", [0, 1])
 def test_a_wrong_data_parallel_rank_fails_the_load_at_once(
-    pair: Pair, identities: list[dict[str, Any]], rank: int, told: int
+    pair: Pair, identities: list[dict[str, Any]], rank: int, named: int
 ) -> None:
-    prompt, request_id = tokens(10 + 2 * rank + told), f"ask-{rank}-{told}"
-    params = identities[told] | {"do_remote_decode": False, "remote_request_id": f"cmpl-{request_id}-0"}
+    prompt, request_id = tokens(10 + 2 * rank + named), f"ask-{rank}-{named}"
+    params = identities[named] | {"do_remote_decode": False, "remote_request_id": f"cmpl-{request_id}-0"}
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(pair.ask_d, prompt, request_id, params)
         until(lambda: scrape(pair.decode).value("awaited_loads") > 0 or asking.done(), "D has registered")
         pair.ask_p(prompt, request_id, rank)
-        if rank == told:
+        if rank == named:
             assert asking.result() == "length"
         else:
             with pytest.raises(openai.InternalServerError):

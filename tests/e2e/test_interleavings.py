@@ -34,12 +34,12 @@ def test_random_traffic(fleet: Fleet, reference: Reference, seed: int) -> None:
     for host in (p, decoders[0]):
         host.call(probes.reset_prefix_cache)
     handoffs = [Handoff(new_id(), random_prompt(rng, seed), p, rng.choice(decoders)) for _ in range(HANDOFFS)]
-    told: list[tuple[int, EngineHost, Handoff]] = []
+    requests: list[tuple[int, EngineHost, Handoff]] = []
     for number, handoff in enumerate(handoffs):
-        told += [(number + rng.randrange(3), p, handoff), (number + rng.choice([0, 1, 2, 9]), handoff.d, handoff)]
+        requests += [(number + rng.randrange(3), p, handoff), (number + rng.choice([0, 1, 2, 9]), handoff.d, handoff)]
     for host in (p, *decoders):
         host.hold()
-    for _, host, handoff in sorted(told, key=lambda event: event[0]):
+    for _, host, handoff in sorted(requests, key=lambda event: event[0]):
         host.add(handoff.to_p() if host is p else handoff.to_d())
         for busy in (p, rng.choice(decoders)):
             busy.step(rng.randrange(6))

@@ -1,6 +1,6 @@
 """A claim and its surroundings: the moves of a decode engine, of P's request and of a push, and the rules.
 
-``ClaimWorld`` plays D, P's request and the writer for one claim, keeps its own account of what D was told, and checks
+``ClaimWorld`` plays D, P's request and the writer for one claim, keeps its own account of what D gets, and checks
 every action against that account. The rules have numbers; those of ``claim_session`` are the first five.
 """
 
@@ -43,15 +43,15 @@ class ClaimWorld:
     """Of this claim. "stops": D has cancelled it. "drained": it is over but for the scheduler."""
     pushed: Registration | None = None
     over: list[Registration] = field(default_factory=list)
-    """Registrations that D was told the end of."""
+    """Registrations that D knows the end of."""
     last: object = None
     """The last answer that counts for copies of ``counts``."""
     counts: Registration | None = None
-    heard: set[tuple[int, str]] = field(default_factory=set)
+    received: set[tuple[int, str]] = field(default_factory=set)
     """The registrations that have come, by number, each with its agent."""
     undrained: bool = False
     cancelled: int = 0
-    """Times that D was told `Cancelled`."""
+    """Messages `Cancelled` to D."""
 
     @property
     def state(self) -> State:
@@ -76,7 +76,7 @@ class ClaimWorld:
         registration, before = self.registration(number), self.facts()
         refused = self.busy and self.counts != registration
         late = isinstance(self.last, Unregistered) and registration.attempt <= self.last.attempt
-        self.heard.add((number, agent))
+        self.received.add((number, agent))
         self.send(protocol.Registered(agent, registration, self.connected or self.here, self.busy))
         if refused:
             assert self.facts() == before, "3: another registration changes nothing while a push is not over"
@@ -86,7 +86,7 @@ class ClaimWorld:
             self.counts = registration
         counting = [each for each in range(len(SENT)) if self.claim.is_equal(self.registration(each))]
         offers = {(each, agent) for each in counting for agent in self.claim.senders}
-        assert offers <= self.heard, "7: only agents that have sent the registration count"
+        assert offers <= self.received, "7: only agents that have sent the registration count"
 
     def connect(self) -> None:
         """For another request of D."""
@@ -108,7 +108,7 @@ class ClaimWorld:
         registration = self.claim.registration
         assert registration is not None
         assert registration.blocks, "8: a claim that waits has its blocks"
-        assert registration not in self.over, "1: no push begins after D was told the end"
+        assert registration not in self.over, "1: no push begins once D knows the end"
         self.send(protocol.Matched())
         self.push, self.pushed, self.here, self.begun, self.undrained = "writes", registration, False, False, False
 
@@ -165,9 +165,9 @@ class ClaimWorld:
     def send(self, event: Event) -> None:
         for action in self.claim.handle(event, 0.0):
             if isinstance(action, Tell):
-                self.told(action)
+                self.check_tell(action)
             elif isinstance(action, Reply):
-                self.replied(action)
+                self.check_reply(action)
             elif isinstance(action, protocol.Match):
                 self.matched()
             elif isinstance(action, StopPush):
@@ -187,7 +187,7 @@ class ClaimWorld:
         elif self.failed and not self.stock:
             self.send(protocol.Refused("it has failed"))
 
-    def told(self, action: Tell) -> None:
+    def check_tell(self, action: Tell) -> None:
         registration, answer = action.registration, action.answer
         assert not self.stock, "5: a stock D gets no answer"
         if isinstance(answer, Accepted):
@@ -205,7 +205,7 @@ class ClaimWorld:
             assert answer == self.last, "4: a copy gets the last answer"
         self.ends(answer)
 
-    def replied(self, action: Reply) -> None:
+    def check_reply(self, action: Reply) -> None:
         assert self.push in ("none", "drained"), "2: blocks are free only without WRITEs"
         self.cancelled += isinstance(action.answer, Cancelled)
         self.ends(action.answer)

@@ -177,7 +177,7 @@ class World(FakePeers):
     def is_current(self, registration: Registration) -> bool:
         return self.claims.refusal(registration) != RESTARTED
 
-    def says(self, registration: Registration, sender: str = "d-0") -> None:
+    def receives(self, registration: Registration, sender: str = "d-0") -> None:
         self.claims.on_registration(sender, registration, self.now)
         self.settle()
 
@@ -185,7 +185,7 @@ class World(FakePeers):
         """Requests come and begin."""
         self.claims.requests_arrived([Arrived(each, transfer, self.digests.get(each)) for each in request_ids])
         for request_id in request_ids:
-            registration = self.takes(request_id)
+            registration = self.take_registration(request_id)
             if registration is None:
                 self.writer.unclaimed.append(request_id)
             else:
@@ -231,7 +231,7 @@ class World(FakePeers):
         self.claims.tick(self.now)
         self.settle()
 
-    def heard(self, *ranks: str) -> list[Message]:
+    def received(self, *ranks: str) -> list[Message]:
         """The messages to decode engine D since the last look: the same to each of its ranks."""
         taken = self.mail.taken()
         mail = {rank: [message for agent, message in taken if agent == rank] for rank in ranks or ("d-0", "d-1")}
@@ -240,7 +240,7 @@ class World(FakePeers):
         assert all(other == first for other in others)
         return first
 
-    def takes(self, request_id: str = "a/p") -> Registration | None:
+    def take_registration(self, request_id: str = "a/p") -> Registration | None:
         """The request begins, unless it has; the registration of it that came before is served."""
         if request_id in self.taken:
             return self.taken.pop(request_id)
@@ -260,7 +260,7 @@ class World(FakePeers):
         """A registration whose request had begun."""
         registration = registration or asks()
         self.begin(request_id)
-        self.says(registration)
+        self.receives(registration)
         assert self.writer.pushes[-1] == (request_id, registration)
         self.mail.taken()
         return registration
@@ -280,35 +280,35 @@ class World(FakePeers):
 
 def test_an_early_registration_is_accepted_and_kept_for_its_request() -> None:
     world, wanted = World(), asks()
-    world.says(wanted)
-    assert world.heard() == [Accepted("a/d")]
-    assert [world.takes(name) for name in ("b/p", "a/p", "a/p")] == [None, wanted, None]
+    world.receives(wanted)
+    assert world.received() == [Accepted("a/d")]
+    assert [world.take_registration(name) for name in ("b/p", "a/p", "a/p")] == [None, wanted, None]
 
 
 def test_a_requested_first_token_is_promised_and_sent() -> None:
     world, wanted = World(), asks(sampling="greedy")
-    world.says(wanted)
-    assert world.heard() == [Accepted("a/d", first_token=True)]
+    world.receives(wanted)
+    assert world.received() == [Accepted("a/d", first_token=True)]
     for token in (7, None):
         world.claims.send_first_token(SendFirstToken(wanted, token), world.now)
         world.settle()
-        assert world.heard() == [FirstToken("a/d", token)]
+        assert world.received() == [FirstToken("a/d", token)]
 
 
 def test_a_stock_d_gets_no_layerpush_message() -> None:
     world, wanted = World(), asks(layerpush=0, sampling="greedy")
-    world.says(wanted)
+    world.receives(wanted)
     world.claims.send_first_token(SendFirstToken(wanted, 7), world.now)
     world.settle()
-    assert world.heard() == []
+    assert world.received() == []
 
 
 def test_a_taken_registration_can_be_cancelled_and_is_not_kept_again() -> None:
     world, wanted = World(), asks()
-    world.says(wanted)
-    assert world.takes() == wanted
-    world.says(wanted, "d-1")
-    assert world.takes("a/q") is None
+    world.receives(wanted)
+    assert world.take_registration() == wanted
+    world.receives(wanted, "d-1")
+    assert world.take_registration("a/q") is None
     world.cancels(wanted)
     assert world.writer.cancelled == [("a/p", ("D", "a/d"))]
 
@@ -317,10 +317,10 @@ def test_a_taken_registration_can_be_cancelled_and_is_not_kept_again() -> None:
 def test_the_first_registration_counts_for_all_ranks(begun: bool) -> None:
     world = World(*(["a/p", "a/q"] if begun else []))
     for rank in ("d-0", "d-1", "d-0"):
-        world.says(asks(), rank)
+        world.receives(asks(), rank)
     assert world.pushes == ({"a/p": "a/d"} if begun else {})
-    assert set(world.heard()) == {Accepted("a/d")}, "a rank that missed the answer gets it again"
-    assert (world.takes() is None) is begun
+    assert set(world.received()) == {Accepted("a/d")}, "a rank that missed the answer gets it again"
+    assert (world.take_registration() is None) is begun
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_the_first_registration_counts_for_all_ranks(begun: bool) -> None:
 def test_a_registration_finds_its_request(begun: list[str], wanted: list[Registration], pushes: dict[str, str]) -> None:
     world = World(*begun)
     for registration in wanted:
-        world.says(registration)
+        world.receives(registration)
     assert world.pushes == pushes
 
 
@@ -349,54 +349,54 @@ def test_a_registration_finds_its_request_if_a_router_numbers_requests(base: str
     """D got P's id, which differs from D's. An unrelated request on P has D's id."""
     at_p, at_d, unrelated = base.format(1) + "/p", base.format(2) + "/d", base.format(2) + "/p"
     world = World(unrelated, at_p, digests={} if digest is None else {at_p: digest, unrelated: digest})
-    world.says(asks(at_d, prefill=at_p, digest=digest))
+    world.receives(asks(at_d, prefill=at_p, digest=digest))
     assert world.pushes == {at_p: at_d}
 
 
-@pytest.mark.parametrize("told", ["cmpl-a-0", "cmpl-a-0/p"], ids=["at once", "one after the other"])
+@pytest.mark.parametrize("named", ["cmpl-a-0", "cmpl-a-0/p"], ids=["at once", "one after the other"])
 @pytest.mark.parametrize("first", ["P", "D"])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_equal_prompts_of_one_request_get_one_push_each(told: str, first: str, order: tuple[int, ...]) -> None:
+def test_equal_prompts_of_one_request_get_one_push_each(named: str, first: str, order: tuple[int, ...]) -> None:
     """A router gives D the first one's name for all of them."""
     at_p, at_d = ([f"cmpl-a-{number}/{engine}" for number in range(3)] for engine in "pd")
     world = World(*(at_p if first == "P" else []), digests=dict.fromkeys(at_p, "same"))
     for number in order:
-        world.says(asks(at_d[number], prefill=told, digest="same"))
+        world.receives(asks(at_d[number], prefill=named, digest="same"))
     pushes = world.pushes
     if first == "D":
         for request_id in at_p:
             world.comes(request_id, "same")
-        taken = {request_id: world.takes(request_id) for request_id in at_p}
+        taken = {request_id: world.take_registration(request_id) for request_id in at_p}
         pushes = {request_id: each.request_id for request_id, each in taken.items() if each is not None}
     assert pushes == dict(zip(at_p, at_d, strict=True))
 
 
 def test_prompts_distinguish_equal_base_ids() -> None:
     world = World("a/p1", "a/p2", digests={"a/p1": "one", "a/p2": "two"})
-    world.says(asks("a/d2", digest="two"))
-    world.says(asks("a/d3", digest="three"))
+    world.receives(asks("a/d2", digest="two"))
+    world.receives(asks("a/d3", digest="three"))
     assert world.pushes == {"a/p2": "a/d2"}
-    world.says(asks("a/d1", digest="one"))
+    world.receives(asks("a/d1", digest="one"))
     assert world.pushes == {"a/p2": "a/d2", "a/p1": "a/d1"}
     world.comes("a/p3", "three")
-    assert world.takes("a/p3") == asks("a/d3", digest="three")
+    assert world.take_registration("a/p3") == asks("a/d3", digest="three")
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(None, "one"), ("one", None), (None, None)])
 def test_a_missing_prompt_digest_prevents_no_match(ours: str | None, theirs: str | None) -> None:
     world = World("a/p", digests={} if ours is None else {"a/p": ours})
-    world.says(asks(digest=theirs))
+    world.receives(asks(digest=theirs))
     assert world.pushes == {"a/p": "a/d"}
 
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_registration_fails_if_the_named_request_has_another_prompt(begun: bool) -> None:
     world = World(*(["a/p"] if begun else []), digests={"a/p": "one"} if begun else {})
-    world.says(asks("b/d", prefill="a/p", digest="two"))
+    world.receives(asks("b/d", prefill="a/p", digest="two"))
     world.comes("a/p", "one")
-    assert world.takes() is None
+    assert world.take_registration() is None
     assert world.pushes == {}
-    assert Fail in map(type, world.heard()), "D would wait for ever"
+    assert Fail in map(type, world.received()), "D would wait for ever"
     assert world.claims.pending == 0
 
 
@@ -408,42 +408,42 @@ OTHER = failure(OTHER_PROMPT, epoch=0)
 def test_a_registration_fails_soon_if_its_name_has_another_prompt(order: str, transfer: str | None) -> None:
     """The router dispatches at once, so D does not know P's whole id. P's prompt may still be in the queue."""
     world, wanted = World(), asks(prefill="a", digest="two", transfer=transfer)
-    steps = [lambda: world.comes("a/p", "one", transfer), lambda: world.says(wanted)]
+    steps = [lambda: world.comes("a/p", "one", transfer), lambda: world.receives(wanted)]
     for step in steps if order == "the request first" else reversed(steps):
         step()
     world.tick(OTHER_PROMPT_S - 0.1)
-    assert OTHER not in world.heard()
+    assert OTHER not in world.received()
     world.tick(1.1)
-    assert world.heard() == [OTHER]
+    assert world.received() == [OTHER]
     assert world.claims.pending == 0
-    assert world.takes() is None
+    assert world.take_registration() is None
 
 
 def test_a_registration_waits_for_its_prompt_of_a_name_given_twice() -> None:
     """The second prompt's registration is older than its request."""
     world = World()
     world.comes("a/p1", "one")
-    world.says(asks("a/d2", prefill="a", digest="two"))
+    world.receives(asks("a/d2", prefill="a", digest="two"))
     world.comes("a/p2", "two")
     world.tick(UNKNOWN_S)
     world.tick(UNKNOWN_S)
-    assert world.heard() == [Accepted("a/d2")]
-    assert world.takes("a/p1") is None
-    assert world.takes("a/p2") == asks("a/d2", prefill="a", digest="two")
+    assert world.received() == [Accepted("a/d2")]
+    assert world.take_registration("a/p1") is None
+    assert world.take_registration("a/p2") == asks("a/d2", prefill="a", digest="two")
 
 
 def test_a_registration_waits_while_the_prompt_of_its_name_is_unknown() -> None:
     world = World()
     world.claims.requests_arrived([Arrived("a/p")])
-    world.says(asks(prefill="a", digest="two"))
+    world.receives(asks(prefill="a", digest="two"))
     world.tick(UNKNOWN_S)
-    assert world.heard() == [Accepted("a/d")]
+    assert world.received() == [Accepted("a/d")]
 
 
 def test_a_registration_waits_for_its_own_prompt_of_the_named_request() -> None:
     world = World("cmpl-a-0/p", digests={"cmpl-a-0/p": "one"})
-    world.says(asks("cmpl-a-1/d", prefill="cmpl-a-0/p", digest="two"))
-    assert world.heard() == [Accepted("cmpl-a-1/d")]
+    world.receives(asks("cmpl-a-1/d", prefill="cmpl-a-0/p", digest="two"))
+    assert world.received() == [Accepted("cmpl-a-1/d")]
     assert world.claims.pending == 1
 
 
@@ -467,59 +467,63 @@ def waiting(world: World) -> list[str]:
 def test_an_exact_id_takes_precedence_over_a_base_id() -> None:
     world = World()
     for one in ("a/1", "a/2", "b/1"):
-        world.says(asks(one))
-    assert [world.takes(name) for name in ("a/1", "b/7", "c/1")] == [asks("a/1"), asks("b/1"), None]
+        world.receives(asks(one))
+    assert [world.take_registration(name) for name in ("a/1", "b/7", "c/1")] == [asks("a/1"), asks("b/1"), None]
     assert waiting(world) == ["a/2"]
 
 
 @pytest.mark.parametrize("own", ["a/d", "x/d"])
 def test_the_named_request_takes_precedence_over_a_base_id(own: str) -> None:
     world, named = World(), asks(own, prefill="a/p7")
-    world.says(named)
-    world.says(asks("a/new"))
-    assert world.takes("a/p7") == named
+    world.receives(named)
+    world.receives(asks("a/new"))
+    assert world.take_registration("a/p7") == named
 
 
 def test_the_newest_registration_of_a_base_id_is_taken_first() -> None:
     """A repeated one is not new, and a different one of the same id is."""
     world = World()
     for one in ("a/1", "a/2", "a/3"):
-        world.says(asks(one))
-    world.says(asks("a/1"), "d-1")
-    world.says(asks("a/2", blocks=(3, 4)))
-    assert [world.takes(f"a/{name}") for name in "xyz"] == [asks("a/2", blocks=(3, 4)), asks("a/3"), asks("a/1")]
+        world.receives(asks(one))
+    world.receives(asks("a/1"), "d-1")
+    world.receives(asks("a/2", blocks=(3, 4)))
+    assert [world.take_registration(f"a/{name}") for name in "xyz"] == [
+        asks("a/2", blocks=(3, 4)),
+        asks("a/3"),
+        asks("a/1"),
+    ]
 
 
 def test_a_taken_registration_drops_older_stock_ones_of_its_base_id() -> None:
     """A stock engine never cancels a registration that a router left behind for a new try; others do."""
     world = World()
     for one, layerpush in (("a/stock", 0), ("a/ours", 1), ("b/stock", 0), ("a/new", 1)):
-        world.says(asks(one, layerpush=layerpush))
-    assert world.takes("a/x") == asks("a/new")
+        world.receives(asks(one, layerpush=layerpush))
+    assert world.take_registration("a/x") == asks("a/new")
     assert waiting(world) == ["a/ours", "b/stock"]
 
 
 def test_a_claim_that_is_too_old_is_not_taken() -> None:
     """Its time begins anew if another registration takes its place, and not with another rank's copy."""
     world = World()
-    world.says(asks("a/d", layerpush=0))
-    world.says(asks("b/d", layerpush=0))
+    world.receives(asks("a/d", layerpush=0))
+    world.receives(asks("b/d", layerpush=0))
     world.now += 5.0
-    world.says(asks("a/d", layerpush=0), "d-1")
-    world.says(asks("b/d", layerpush=0, blocks=(3, 4)))
+    world.receives(asks("a/d", layerpush=0), "d-1")
+    world.receives(asks("b/d", layerpush=0, blocks=(3, 4)))
     world.now += WAITING_S - 5.0
-    assert world.takes("a/p") is None
+    assert world.take_registration("a/p") is None
     world.tick()
     assert waiting(world) == ["b/d"]
 
 
 def test_equal_ids_of_two_engines_are_two_claims() -> None:
     world = World()
-    world.says(asks())
-    world.says(asks(engine="E"), "e-0")
+    world.receives(asks())
+    world.receives(asks(engine="E"), "e-0")
     assert world.claims.pending == 2
     world.cancels(asks())
-    assert world.takes() == asks(engine="E")
+    assert world.take_registration() == asks(engine="E")
 
 
 # Cancelled registrations.
@@ -527,15 +531,15 @@ def test_equal_ids_of_two_engines_are_two_claims() -> None:
 
 def test_a_cancel_before_the_request_drops_the_registration() -> None:
     world, wanted = World(), asks()
-    world.says(wanted)
+    world.receives(wanted)
     assert not world.is_unwanted()
-    world.heard()
+    world.received()
     world.cancels(wanted)
-    assert world.heard() == [Cancelled("a/d")]
-    assert world.takes() is None
+    assert world.received() == [Cancelled("a/d")]
+    assert world.take_registration() is None
     world.begin("a/q")
-    world.says(wanted, "d-1")
-    assert world.heard() == [Cancelled("a/d")], "a late rank gets the answer, too"
+    world.receives(wanted, "d-1")
+    assert world.received() == [Cancelled("a/d")], "a late rank gets the answer, too"
     assert world.pushes == {}
     assert [world.is_unwanted(name) for name in ("b/p", "a/p", "a/p")] == [False, True, False]
 
@@ -544,7 +548,7 @@ def test_a_cancel_before_the_request_drops_the_registration() -> None:
 def test_an_early_cancel_is_forgotten(after: str) -> None:
     """A client that hangs up ends both halves. When it tries again, the request is wanted."""
     world, wanted = World(), asks()
-    world.says(wanted)
+    world.receives(wanted)
     world.cancels(wanted)
     if after == "it is old":
         assert not world.is_unwanted(seconds=WAITING_S)
@@ -557,10 +561,10 @@ def test_a_cancel_before_the_registration_prevents_the_push() -> None:
     """The cancel of one rank may overtake the registration of another."""
     world, wanted = World("a/p"), asks()
     world.cancels(wanted)
-    assert world.heard() == [Cancelled("a/d")]
+    assert world.received() == [Cancelled("a/d")]
     assert not world.is_unwanted()
-    world.says(wanted, "d-1")
-    assert world.heard() == [Cancelled("a/d")]
+    world.receives(wanted, "d-1")
+    assert world.received() == [Cancelled("a/d")]
     assert world.pushes == {}
 
 
@@ -571,13 +575,13 @@ def test_a_cancel_during_a_write_is_answered_after_its_end() -> None:
     world.writer.on_the_wire = {"a/p"}
     world.cancels(wanted)
     world.cancels(wanted)
-    world.says(wanted, "d-1")
-    assert set(world.heard()) <= {Accepted("a/d")}
+    world.receives(wanted, "d-1")
+    assert set(world.received()) <= {Accepted("a/d")}
     world.writer.on_the_wire = set()
     world.fails(wanted, "the decode engine cancelled its registration", cancelled=True)
-    assert world.heard() == [Cancelled("a/d")]
-    world.says(wanted, "d-1")
-    assert world.heard() == [Cancelled("a/d")]
+    assert world.received() == [Cancelled("a/d")]
+    world.receives(wanted, "d-1")
+    assert world.received() == [Cancelled("a/d")]
 
 
 def test_an_engine_cannot_cancel_registrations_of_another() -> None:
@@ -585,7 +589,7 @@ def test_an_engine_cannot_cancel_registrations_of_another() -> None:
     wanted = world.served()
     world.cancels(wanted, "e-0")
     assert world.writer.cancelled == []
-    assert world.heard() == []
+    assert world.received() == []
     assert world.peer_errors.counts == {"foreign cancel": 1}
     world.cancels(wanted, "d-1")
     assert len(world.writer.cancelled) == 1
@@ -598,9 +602,9 @@ def test_a_rank_may_cancel_after_a_late_registration() -> None:
     world.fails(wanted, "cut off")
     world.mail.taken()
     world.network.connected["D"] = ("d-0",)
-    world.says(wanted, "d-1")
+    world.receives(wanted, "d-1")
     world.cancels(wanted, "d-1")
-    assert world.heard("d-0") == [failure("cut off"), Cancelled("a/d")]
+    assert world.received("d-0") == [failure("cut off"), Cancelled("a/d")]
 
 
 # Failed pushes.
@@ -609,24 +613,24 @@ def test_a_rank_may_cancel_after_a_late_registration() -> None:
 def test_an_undrained_failure_does_not_answer_the_cancel() -> None:
     world = World()
     world.fails(world.served(), "it hangs", drained=False, cancelled=True)
-    assert world.heard() == [failure("it hangs", drained=False)]
+    assert world.received() == [failure("it hangs", drained=False)]
 
 
 def test_a_long_reason_is_cut_short() -> None:
     world = World()
     world.fails(world.served(), "x" * 10_000)
-    assert world.heard() == [failure("x" * MAX_REASON_CHARS)]
+    assert world.received() == [failure("x" * MAX_REASON_CHARS)]
 
 
 def test_a_waiting_registration_fails_with_its_request() -> None:
     world = World()
-    world.says(asks())
-    world.says(asks("b/d"))
-    world.heard()
+    world.receives(asks())
+    world.receives(asks("b/d"))
+    world.received()
     world.ends("a/p")
-    assert world.heard() == [failure("aborted", epoch=0)]
-    assert world.takes() is None
-    assert world.takes("b/p") == asks("b/d")
+    assert world.received() == [failure("aborted", epoch=0)]
+    assert world.take_registration() is None
+    assert world.take_registration("b/p") == asks("b/d")
 
 
 @pytest.mark.parametrize("wanted", [asks(), asks("zzz", prefill="a/p")], ids=["by base id", "by name"])
@@ -635,11 +639,11 @@ def test_a_registration_after_a_failed_request_is_refused(wanted: Registration) 
     world.ends("a/p", "its lease ran out")
     world.now += ENDED_S - 1
     refusal = failure("the prefill request has ended: its lease ran out", request_id=wanted.request_id, epoch=0)
-    world.says(wanted)
-    assert refusal in world.heard()
-    world.says(wanted, "d-1")
-    assert world.heard() == [refusal]
-    assert world.takes("a/q") is None
+    world.receives(wanted)
+    assert refusal in world.received()
+    world.receives(wanted, "d-1")
+    assert world.received() == [refusal]
+    assert world.take_registration("a/q") is None
 
 
 def test_the_end_of_an_unrelated_request_refuses_no_registration() -> None:
@@ -647,23 +651,23 @@ def test_the_end_of_an_unrelated_request_refuses_no_registration() -> None:
     world.ends("a/p", None)
     world.ends("cmpl-b-0/p")  # another prompt of the request
     world.ends("c/p")
-    world.takes("c/q")  # it came again
+    world.take_registration("c/q")  # it came again
     world.ends("e/p")
     world.claims.requests_arrived([Arrived("e/q")])  # it came again, perhaps before the writer knows
     wanted = [asks(), asks("cmpl-b-1/d", prefill="cmpl-b-0"), asks("c/d"), asks("e/d")]
     for registration in wanted:
-        world.says(registration)
-    told = [message for message in world.heard() if not isinstance(message, Accepted)]
-    assert told == []
-    assert world.takes("e/q") == asks("e/d")
+        world.receives(registration)
+    refusals = [message for message in world.received() if not isinstance(message, Accepted)]
+    assert refusals == []
+    assert world.take_registration("e/q") == asks("e/d")
 
 
 def test_a_failed_request_is_forgotten_after_a_timeout() -> None:
     world = World()
     world.ends("a/p")
     world.now += ENDED_S
-    world.says(asks("a/d"))
-    assert world.heard() == [Accepted("a/d")]
+    world.receives(asks("a/d"))
+    assert world.received() == [Accepted("a/d")]
     world.tick()
     assert len(world.claims._prompts._ended) == 0
 
@@ -674,17 +678,17 @@ UNKNOWN = failure("no such request came to the prefill engine", epoch=0)
 def test_a_registration_without_a_request_is_refused_after_a_timeout() -> None:
     """The engine is idle: it would have begun a step for any request."""
     world = World()
-    world.says(asks())
+    world.receives(asks())
     world.tick(UNKNOWN_S / 2)
-    world.says(asks())  # another rank's; the first one's time counts
-    world.heard()
+    world.receives(asks())  # another rank's; the first one's time counts
+    world.received()
     world.tick(UNKNOWN_S / 2 - 0.1)
-    assert world.heard() == []
+    assert world.received() == []
     world.tick(1.0)
-    assert world.heard() == [UNKNOWN]
-    world.says(asks())
-    assert world.heard() == [UNKNOWN]
-    assert world.takes() is None
+    assert world.received() == [UNKNOWN]
+    world.receives(asks())
+    assert world.received() == [UNKNOWN]
+    assert world.take_registration() is None
 
 
 @pytest.mark.parametrize(
@@ -694,14 +698,14 @@ def test_a_registration_waits_while_its_request_is_in_the_queue(request_id: str,
     """It leaves when it was pushed to another decode engine."""
     world = World()
     world.claims.requests_arrived([Arrived(request_id, transfer), Arrived("b/p")])
-    world.says(asks(transfer=transfer))
+    world.receives(asks(transfer=transfer))
     world.tick(2 * UNKNOWN_S)
     world.tick(2 * UNKNOWN_S)
-    assert world.heard() == [Accepted("a/d")]
+    assert world.received() == [Accepted("a/d")]
     assert world.claims.pending == 1
     world.ends(request_id, None)
     world.tick(2.0)
-    assert world.heard() == [UNKNOWN]
+    assert world.received() == [UNKNOWN]
 
 
 def test_an_aborted_request_is_removed_from_the_arrivals() -> None:
@@ -714,11 +718,11 @@ def test_an_aborted_request_is_removed_from_the_arrivals() -> None:
 
 def test_a_request_after_the_refusal_of_its_registration_is_unwanted() -> None:
     world = World()
-    world.says(asks())
+    world.receives(asks())
     world.tick(UNKNOWN_S)
     world.tick(2.0)
-    assert UNKNOWN in world.heard()
-    assert world.takes() is None
+    assert UNKNOWN in world.received()
+    assert world.take_registration() is None
     assert world.is_unwanted()
 
 
@@ -726,29 +730,29 @@ def test_a_long_step_delays_the_refusal_of_a_registration() -> None:
     """A step that begins next may have been scheduled before the request came."""
     world = World()
     world.steps = 1, True
-    world.says(asks())
+    world.receives(asks())
     for running in (True, False, True, False):
         world.steps = (world.steps[0] + running, running)
         world.tick(UNKNOWN_S)
-        assert world.heard() == [Accepted("a/d")][: world.steps == (2, True)]
+        assert world.received() == [Accepted("a/d")][: world.steps == (2, True)]
     world.steps = 4, True
     world.tick(2.0)
-    assert world.heard() == [UNKNOWN]
+    assert world.received() == [UNKNOWN]
 
 
 def test_the_oldest_registration_is_refused_beyond_the_limit() -> None:
     world = World()
     for number in range(WAITING + 1):
-        world.says(asks(f"r{number}/d"))
-    assert [message.request_id for message in world.heard() if isinstance(message, Fail)] == ["r0/d"]
+        world.receives(asks(f"r{number}/d"))
+    assert [message.request_id for message in world.received() if isinstance(message, Fail)] == ["r0/d"]
 
 
 def test_a_flood_of_unknown_requests_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     """The first one gives the reason; the refusal of a request that was here is always logged."""
     world = World()
     for number in range(30):
-        world.says(asks(f"r{number}/d"))
-    world.says(asks())
+        world.receives(asks(f"r{number}/d"))
+    world.receives(asks())
     world.tick(UNKNOWN_S - 1.0)
     world.ends("a/p")
     world.tick(3.0)
@@ -766,29 +770,29 @@ def test_a_transfer_id_matches_requests_with_different_names(order: str) -> None
     world, wanted = World(), asks("cmpl-d-0/d", transfer="t")
     if order == "the request first":
         world.begins(p_0="t")
-        world.says(wanted)
+        world.receives(wanted)
         assert world.pushes == {"cmpl-p-0/p": "cmpl-d-0/d"}
     else:
-        world.says(wanted)
+        world.receives(wanted)
         world.begins(p_0="t")
-        assert world.takes("cmpl-p-0/p") == wanted
+        assert world.take_registration("cmpl-p-0/p") == wanted
 
 
 def test_different_transfer_ids_distinguish_equal_names() -> None:
     """A router tries again with the same id."""
     world = World()
     world.begins(x_0="t-1")
-    world.says(asks("cmpl-x-0/d", transfer="t-2"))
+    world.receives(asks("cmpl-x-0/d", transfer="t-2"))
     assert world.pushes == {}
     world.begins(x_0="t-2")
-    assert world.takes("cmpl-x-0/p") == asks("cmpl-x-0/d", transfer="t-2")
+    assert world.take_registration("cmpl-x-0/p") == asks("cmpl-x-0/d", transfer="t-2")
 
 
 @pytest.mark.parametrize("ours", [None, "t"])
 def test_names_match_without_a_transfer_id_on_both_sides(ours: str | None) -> None:
     world = World()
     world.begin("a/p", transfer=ours)
-    world.says(asks("a/d", transfer=None if ours else "t"))
+    world.receives(asks("a/d", transfer=None if ours else "t"))
     assert world.pushes == {"a/p": "a/d"}
 
 
@@ -807,9 +811,9 @@ def test_prompts_and_answers_of_one_transfer_are_matched(
     world = World()
     world.begins(**dict.fromkeys(begun, "t"))
     for request_id in registered:
-        world.says(asks(request_id, transfer="t"))
+        world.receives(asks(request_id, transfer="t"))
     assert world.pushes == pushes
-    refused = [message for message in world.heard() if isinstance(message, Fail)]
+    refused = [message for message in world.received() if isinstance(message, Fail)]
     spare = [request_id for request_id in registered if request_id not in pushes.values()]
     assert refused == [failure(SPARE_ANSWER, request_id=request_id, epoch=0) for request_id in spare]
 
@@ -817,7 +821,7 @@ def test_prompts_and_answers_of_one_transfer_are_matched(
 def test_a_transfer_id_does_not_match_different_prompts() -> None:
     world = World(digests={"cmpl-p-0/p": "one"})
     world.begins(p_0="t")
-    world.says(asks("cmpl-d-0/d", transfer="t", digest="another"))
+    world.receives(asks("cmpl-d-0/d", transfer="t", digest="another"))
     assert world.pushes == {}
 
 
@@ -829,11 +833,11 @@ def test_the_end_of_a_transfer_is_remembered_until_its_next_request(why: str) ->
     world.ends("cmpl-p-0/p", "aborted" if why == "aborted" else None)
     d = "cmpl-d-0/d" if why == "aborted" else "1_cmpl-d-0/d"
     reason = "the prefill request has ended: aborted" if why == "aborted" else SPARE_ANSWER
-    world.says(asks(d, transfer="t"))
-    assert failure(reason, request_id=d, epoch=0) in world.heard()
+    world.receives(asks(d, transfer="t"))
+    assert failure(reason, request_id=d, epoch=0) in world.received()
     world.claims.requests_arrived([Arrived("cmpl-q-0/p", "t")])
-    world.says(asks("cmpl-e-0/d", transfer="t"))
-    assert world.heard() == [Accepted("cmpl-e-0/d")], "it came again"
+    world.receives(asks("cmpl-e-0/d", transfer="t"))
+    assert world.received() == [Accepted("cmpl-e-0/d")], "it came again"
 
 
 # A request that went to another data-parallel rank of the prefill engine.
@@ -845,28 +849,28 @@ ELSEWHERE = failure("the request went to data-parallel rank 1 of the prefill eng
 def test_a_registration_at_the_wrong_rank_fails_at_once(registered: str) -> None:
     world = World()
     if registered == "before":
-        world.says(asks())
+        world.receives(asks())
     world.claims.rank_is_other("a/p", 1, world.now)
     world.settle()
     if registered == "after":
-        world.says(asks())
-    assert ELSEWHERE in world.heard()
-    assert world.takes() is None
+        world.receives(asks())
+    assert ELSEWHERE in world.received()
+    assert world.take_registration() is None
 
 
 def test_the_next_attempt_may_use_this_rank() -> None:
     world = World()
     world.claims.rank_is_other("a/p", 1, world.now)
     world.tick(ELSEWHERE_S)
-    world.says(asks())
-    assert world.heard() == [Accepted("a/d")]
-    assert world.takes("a/q") == asks()
+    world.receives(asks())
+    assert world.received() == [Accepted("a/d")]
+    assert world.take_registration("a/q") == asks()
 
 
 def test_a_local_request_is_pushed_even_if_another_went_elsewhere() -> None:
     world = World("a/p")
     world.claims.rank_is_other("a/q", 1, world.now)
-    world.says(asks())
+    world.receives(asks())
     assert world.pushes == {"a/p": "a/d"}
 
 
@@ -903,12 +907,12 @@ def test_the_cost_of_a_request_does_not_grow_with_others(monkeypatch: pytest.Mon
     compared.clear()
     own = "0_cmpl-a-0" if numbered else "cmpl-a-0"
     wanted = asks(f"{own}/d", transfer="a")
-    world.says(wanted)
-    assert world.takes("cmpl-a-0/p") == wanted
+    world.receives(wanted)
+    assert world.take_registration("cmpl-a-0/p") == wanted
     assert not world.is_unwanted("cmpl-a-0/p")
     world.ends("cmpl-a-0/p")
     world.begin("cmpl-b-0/p", "cmpl-c-0/p")
-    world.says(asks("cmpl-b-0/d"))
+    world.receives(asks("cmpl-b-0/d"))
     assert world.pushes == {"cmpl-b-0/p": "cmpl-b-0/d"}
     world.claims.on_decline(Decline("cmpl-c-0/d", "D"), world.now)
     assert len(compared) < 20, "of eight operations beside 4,000 other requests"
@@ -927,7 +931,7 @@ def test_a_cancelled_or_declined_request_is_withdrawn(when: str) -> None:
     if when == "it was declined":
         world.claims.on_decline(declined(), world.now)
     else:
-        world.says(wanted)
+        world.receives(wanted)
         world.cancels(wanted)
     assert world.withdrawn == ([] if when == "it is not here" else ["a/p"])
 
@@ -948,13 +952,13 @@ def test_a_decline_of_an_ended_request_withdraws_no_other() -> None:
 def test_a_stock_engine_gets_no_answers() -> None:
     world = World()
     wanted = world.served(STOCK)
-    world.says(wanted, "d-1")
-    world.says(asks(layerpush=0, blocks=(3, 4)))
+    world.receives(wanted, "d-1")
+    world.receives(asks(layerpush=0, blocks=(3, 4)))
     assert world.peer_errors.counts == {"id in use": 1}
     world.fails(wanted, "cut off", drained=False)
     world.fails(wanted, "cut off")
     world.ends("a/p", "cut off")
-    world.says(asks("c/d", layerpush=0))
+    world.receives(asks("c/d", layerpush=0))
     world.tick(WAITING_S)
     assert world.mail.sent == []
     assert world.network.handshakes == []
@@ -967,15 +971,15 @@ def test_a_stock_registration_is_kept_after_an_abort(registered: str) -> None:
         world.fails(world.served(STOCK), "aborted")
     world.ends("a/p")
     if registered == "after it":
-        world.says(STOCK)
-    assert world.takes("a/q") == STOCK
+        world.receives(STOCK)
+    assert world.take_registration("a/q") == STOCK
 
 
 @pytest.mark.parametrize(("reason", "drained"), [("cut off", True), ("aborted", False)])
 def test_a_stock_registration_is_dropped_after_other_failures(reason: str, drained: bool) -> None:
     world = World()
     world.fails(world.served(STOCK), reason, drained)
-    assert world.takes("a/q") is None
+    assert world.take_registration("a/q") is None
 
 
 # Memory.
@@ -1011,7 +1015,7 @@ def test_a_long_push_can_still_be_cancelled_after_many_others(crowded: World) ->
     crowd(crowded)
     crowded.cancels(wanted)
     assert crowded.writer.cancelled == [("a/p", wanted.key)]
-    assert crowded.heard() == []
+    assert crowded.received() == []
     crowded.cancels(wanted, "e-0")
     assert crowded.peer_errors.counts == {"foreign cancel": 1}, "the push's engine is still known"
 
@@ -1023,12 +1027,12 @@ def test_the_sender_of_a_live_registration_is_remembered(begun: bool, crowded: W
     if begun:
         crowded.served(wanted)
     else:
-        crowded.says(wanted)
+        crowded.receives(wanted)
     crowd(crowded)
     assert crowded.is_current(wanted)
     assert len(crowded.claims._claims._served) <= 11
     if not begun:
-        assert crowded.takes() == wanted
+        assert crowded.take_registration() == wanted
         crowd(crowded)
         assert crowded.is_current(wanted)
 
@@ -1037,7 +1041,7 @@ def test_registrations_of_further_ranks_evict_no_others(crowded: World) -> None:
     """More requests may be wanted at once than ended ones are remembered."""
     wanted = [asks(f"r{number}/d") for number in range(30)]
     for rank, one in product(("d-0", "d-1"), wanted):
-        crowded.says(one, rank)
+        crowded.receives(one, rank)
     assert [one.request_id for one in wanted if not crowded.is_current(one)] == []
 
 
@@ -1047,18 +1051,18 @@ def test_registrations_of_further_ranks_evict_no_others(crowded: World) -> None:
 def test_a_different_registration_replaces_a_waiting_one() -> None:
     """The process that sent the first one is dead, and its successor has given its blocks to others."""
     world = World()
-    world.says(FIRST, "d-0")
+    world.receives(FIRST, "d-0")
     world.network.connected["D"] = ("d-new",)
-    world.says(SECOND, "d-new")
+    world.receives(SECOND, "d-new")
     assert (world.is_current(FIRST), world.is_current(SECOND)) == (False, True)
-    assert [world.takes(), world.takes("a/q")] == [SECOND, None]
+    assert [world.take_registration(), world.take_registration("a/q")] == [SECOND, None]
     assert world.peer_errors.counts == {}
 
 
 def test_the_sender_of_the_older_registration_does_not_confirm_the_newer() -> None:
     world = World()
-    world.says(FIRST, "d-0")
-    world.says(SECOND, "d-1")
+    world.receives(FIRST, "d-0")
+    world.receives(SECOND, "d-1")
     world.network.connected["D"] = ("d-0",)
     assert (world.is_current(FIRST), world.is_current(SECOND)) == (False, False)
 
@@ -1067,13 +1071,13 @@ def test_a_different_registration_is_refused_during_the_push() -> None:
     world = World()
     world.served(FIRST)
     world.begin("a/q")
-    world.says(SECOND, "d-1")
-    assert world.heard() == [failure("another request of this id is being pushed", epoch=0)]
+    world.receives(SECOND, "d-1")
+    assert world.received() == [failure("another request of this id is being pushed", epoch=0)]
     assert world.peer_errors.counts == {"id in use": 1}
     assert world.pushes == {"a/p": "a/d"}
     assert (world.is_current(FIRST), world.is_current(SECOND)) == (True, False)
-    world.says(FIRST, "d-1")
-    assert world.heard() == [Accepted("a/d")], "the older one has not failed"
+    world.receives(FIRST, "d-1")
+    assert world.received() == [Accepted("a/d")], "the older one has not failed"
     world.cancels(FIRST)
     assert world.writer.cancelled == [("a/p", FIRST.key)]
 
@@ -1088,10 +1092,10 @@ def test_a_reused_id_starts_without_the_earlier_result(end: str) -> None:
     elif end == "cancelled":
         world.cancels(FIRST)
     world.closes(FIRST)
-    world.heard()
-    world.says(SECOND)
-    assert world.heard() == [Accepted("a/d")]
-    assert world.takes("a/q") == SECOND
+    world.received()
+    world.receives(SECOND)
+    assert world.received() == [Accepted("a/d")]
+    assert world.take_registration("a/q") == SECOND
     assert world.peer_errors.counts == {}
 
 
@@ -1134,9 +1138,9 @@ def drops(world: World) -> None:
     assert world.network.forgotten == ["D"]
 
 
-def told(world: World, *ranks: str) -> list[str]:
+def sorted_messages(world: World, *ranks: str) -> list[str]:
     """Sorted: the message that begins the handshake waits for it, and later messages overtake it."""
-    return sorted(map(repr, world.heard(*ranks)))
+    return sorted(map(repr, world.received(*ranks)))
 
 
 def these(*messages: Message) -> list[str]:
@@ -1152,15 +1156,15 @@ def test_withheld_messages_are_sent_once_to_an_engine_that_sends_again(how: str,
     assert world.network.handshakes == []
     asked = wanted if about == "the same" else asks("b/d")
     if how == "registers":
-        world.says(asked)
+        world.receives(asked)
         answer: Message = FAILS[1] if about == "the same" else Accepted("b/d")
     else:
         world.cancels(asked)
         answer = Cancelled(asked.request_id)
-    assert told(world) == these(*FAILS, answer)
+    assert sorted_messages(world) == these(*FAILS, answer)
     assert len(world.network.handshakes) == 1
-    world.says(asks("c/d"))
-    assert world.heard() == [Accepted("c/d")]
+    world.receives(asks("c/d"))
+    assert world.received() == [Accepted("c/d")]
 
 
 @pytest.mark.parametrize("dropped", [True, False])
@@ -1175,10 +1179,10 @@ def test_withheld_messages_expire(dropped: bool) -> None:
     if not dropped:
         drops(world)
     world.claims.requests_arrived([Arrived("c/p")])
-    world.says(asks("c/d"))
-    assert told(world) == these(failure("cut off", request_id="b/d"), Accepted("c/d"))
-    world.says(wanted)
-    assert world.heard() == [FAILS[1]], "the failure is still known"
+    world.receives(asks("c/d"))
+    assert sorted_messages(world) == these(failure("cut off", request_id="b/d"), Accepted("c/d"))
+    world.receives(wanted)
+    assert world.received() == [FAILS[1]], "the failure is still known"
     world.loses("D")
     world.fails(asks("e/d"), "cut off")
     world.tick(ENDED_S)
@@ -1187,15 +1191,15 @@ def test_withheld_messages_expire(dropped: bool) -> None:
 
 def test_refusals_are_withheld_until_the_connection_is_dropped() -> None:
     world = World()
-    world.says(asks("b/d"))
-    world.heard()
+    world.receives(asks("b/d"))
+    world.received()
     world.writer.engines_in_flight = {"D"}
     world.loses("D")
     world.ends("b/p")
-    world.says(asks("b/d"), "d-1")
-    assert world.heard() == []
+    world.receives(asks("b/d"), "d-1")
+    assert world.received() == []
     drops(world)
-    assert failure("aborted", request_id="b/d", epoch=0) in world.heard()
+    assert failure("aborted", request_id="b/d", epoch=0) in world.received()
 
 
 def test_no_lost_engine_gets_a_message_before_its_connection_is_dropped(
@@ -1216,21 +1220,21 @@ def test_a_cancel_is_not_answered_before_the_lost_connection_is_dropped() -> Non
     world, wanted = doomed()
     for cancelled in (wanted, asks("never/registered")):
         world.cancels(cancelled)
-        assert world.heard() == []
+        assert world.received() == []
     assert world.network.handshakes == []
     assert world.writer.cancelled == []
     drops(world)
     assert world.mail.sent == []
     world.cancels(wanted)
-    assert told(world) == these(*FAILS, Cancelled("a/d"))
+    assert sorted_messages(world) == these(*FAILS, Cancelled("a/d"))
 
 
 @pytest.mark.parametrize("rank", ["d-0", "d-1", "d-new"])
 def test_a_registration_is_deferred_until_the_lost_connection_is_dropped(rank: str) -> None:
     world, wanted = doomed()
     world.begin("b/p")
-    world.says(asks("b/d"), rank)
-    world.says(wanted, rank)
+    world.receives(asks("b/d"), rank)
+    world.receives(wanted, rank)
     world.tick()
     assert world.mail.sent == []
     assert "b/p" not in world.pushes
@@ -1239,7 +1243,7 @@ def test_a_registration_is_deferred_until_the_lost_connection_is_dropped(rank: s
     drops(world)
     assert world.writer.pushes[1:] == [("b/p", asks("b/d"))]
     assert world.is_current(asks("b/d"))
-    assert told(world, *world.network.connected["D"]) == these(*FAILS, Accepted("b/d"), FAILS[1])
+    assert sorted_messages(world, *world.network.connected["D"]) == these(*FAILS, Accepted("b/d"), FAILS[1])
     world.tick()
     assert len(world.pushes) == 2
 
@@ -1248,9 +1252,9 @@ def test_messages_to_other_engines_are_sent_at_once() -> None:
     world, _ = doomed()
     other = asks("b/d", engine="E")
     world.begin("b/p")
-    world.says(other, "e-0")
+    world.receives(other, "e-0")
     world.fails(other, "cut off")
-    assert world.heard("e-0") == [Accepted("b/d"), failure("cut off", request_id="b/d")]
+    assert world.received("e-0") == [Accepted("b/d"), failure("cut off", request_id="b/d")]
 
 
 # Strangers: an unknown agent registers in an engine's name.
@@ -1261,7 +1265,7 @@ def strange(host: str = "10.0.0.7") -> tuple[World, Registration]:
     world = World()
     known, newer = world.served(), asks("n/d", host=host)
     world.begin("n/p")
-    world.says(newer, "d-new")
+    world.receives(newer, "d-new")
     assert "n/p" not in world.pushes
     assert [(one.agent, one.address) for one in world.probe.asked] == [("d-0", address_of(known))]
     return world, newer
@@ -1269,31 +1273,31 @@ def strange(host: str = "10.0.0.7") -> tuple[World, Registration]:
 
 def test_a_restarted_engine_is_connected_again() -> None:
     world, newer = strange()
-    world.says(asks("m/d"), "d-new")
+    world.receives(asks("m/d"), "d-new")
     assert len(world.probed) == 1
     world.network.listening["D"] = ("d-new",)
     world.probe.answer(Verdict.ENDED)
     world.writer.engines_in_flight = {"D"}
     world.tick()
     assert "n/p" not in world.pushes, "the old agent's WRITEs have not ended"
-    world.says(asks("l/d"), "d-new")
+    world.receives(asks("l/d"), "d-new")
     world.writer.engines_in_flight = set()
     world.tick()
     assert world.network.forgotten == ["D"]
     assert set(world.writer.failed) == {("D", "the decode engine was restarted")}
     assert world.writer.pushes[1:] == [("n/p", newer)]
-    assert sorted(message.request_id for message in world.heard("d-new")) == ["l/d", "m/d", "n/d"]
-    assert world.takes("l/p") == asks("l/d")
+    assert sorted(message.request_id for message in world.received("d-new")) == ["l/d", "m/d", "n/d"]
+    assert world.take_registration("l/p") == asks("l/d")
 
 
 def test_registrations_from_before_a_restart_are_dropped() -> None:
     world = World()
-    world.says(asks("old/d"))
-    world.says(asks("other/d", engine="E"), "e-0")
-    world.says(asks("n/d"), "d-new")
+    world.receives(asks("old/d"))
+    world.receives(asks("other/d", engine="E"), "e-0")
+    world.receives(asks("n/d"), "d-new")
     world.probe.answer(Verdict.ENDED)
-    assert world.takes("old/p") is None
-    assert world.takes("other/p") is not None
+    assert world.take_registration("old/p") is None
+    assert world.take_registration("other/p") is not None
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "10.6.6.6"], ids=["an earlier process", "from elsewhere"])
@@ -1315,18 +1319,18 @@ def test_an_unknown_rank_is_probed_only_if_its_registration_differs() -> None:
     """Ranks that this rank does not write to register, too."""
     world = World()
     world.served(FIRST)
-    world.says(FIRST, "d-2")
+    world.receives(FIRST, "d-2")
     assert world.probed == []
-    world.heard()
-    world.says(SECOND, "d-new")
+    world.received()
+    world.receives(SECOND, "d-new")
     assert world.probed == ["d-0"]
-    assert world.heard() == []
+    assert world.received() == []
 
 
 def test_a_registration_is_current_only_while_its_sender_is_connected() -> None:
     """A process that was restarted under the same name has given the same blocks to other requests."""
     world, wanted = World(), asks()
-    world.says(wanted, "d-1")
+    world.receives(wanted, "d-1")
     assert world.is_current(wanted)
     world.network.connected["D"] = ("d-new",)
     assert not world.is_current(wanted)
@@ -1338,8 +1342,8 @@ def test_a_registration_is_current_only_while_its_sender_is_connected() -> None:
 @pytest.mark.parametrize("verdict", Verdict)
 def test_a_probe_verdict_changes_nothing_while_the_connection_closes(verdict: Verdict) -> None:
     world, newer = strange()
-    world.says(asks("m/d"), "d-0")
-    world.heard()
+    world.receives(asks("m/d"), "d-0")
+    world.received()
     world.writer.engines_in_flight = {"D"}
     world.loses("D")
     world.probe.answer(verdict)
@@ -1369,7 +1373,7 @@ def test_an_engine_connected_by_upstream_is_probed_at_its_own_address() -> None:
     """Upstream's heartbeats connect, too."""
     world = World("n/p")
     world.network.connected["D"] = ("d-0",)
-    world.says(asks("n/d"), "d-new")
+    world.receives(asks("n/d"), "d-new")
     assert world.probe.asked[0].address == address_of(asks("n/d"))
     world.network.listening["D"] = ("d-new",)
     world.probe.answer(Verdict.ENDED)
@@ -1385,7 +1389,7 @@ def unreached(world: World, *ranks: str) -> Registration:
     world.network.listening = {}
     world.begin("a/p")
     for rank in ranks:
-        world.says(asks(contact=f"contact of {rank}".encode()), rank)
+        world.receives(asks(contact=f"contact of {rank}".encode()), rank)
         world.network.reject("D", OSError("connection refused"))
         world.settle()
     assert world.mail.taken() == []
@@ -1397,7 +1401,7 @@ def test_a_failed_handshake_is_reported_through_the_contact() -> None:
     world = World(connected=False)
     served = unreached(world, "d-0", "d-1")
     world.fails(served, "no handshake")
-    assert world.heard() == [failure("no handshake")]
+    assert world.received() == [failure("no handshake")]
     assert world.network.handshakes[2:] == [], "no further try delays it"
 
 
@@ -1405,14 +1409,14 @@ def test_a_cancel_of_an_unreachable_engine_is_answered() -> None:
     world = World(connected=False)
     served = unreached(world, "d-0")
     world.cancels(served)
-    assert world.heard("d-0") == [Cancelled("a/d")]
+    assert world.received("d-0") == [Cancelled("a/d")]
 
 
 @pytest.mark.parametrize("reached", [True, False])
 def test_answers_keep_their_order_during_a_handshake(reached: bool) -> None:
     world = World("a/p", connected=False)
     world.network.listening = {}
-    world.says(asks(contact=b"contact of d-0"))
+    world.receives(asks(contact=b"contact of d-0"))
     (_, served), *_ = world.writer.pushes
     world.fails(served, "aborted")
     assert world.mail.taken() == []
@@ -1421,21 +1425,21 @@ def test_answers_keep_their_order_during_a_handshake(reached: bool) -> None:
     else:
         world.network.reject("D", OSError("connection refused"))
     world.settle()
-    assert world.heard("d-0") == [Accepted("a/d"), failure("aborted")][0 if reached else 1 :]
+    assert world.received("d-0") == [Accepted("a/d"), failure("aborted")][0 if reached else 1 :]
 
 
 def test_a_connected_engine_gets_its_answer_over_the_connection() -> None:
     world = World()
     served = world.served(asks(contact=b"contact of somebody else"))
     world.fails(served, "aborted")
-    assert world.heard() == [failure("aborted")]
+    assert world.received() == [failure("aborted")]
 
 
 def test_an_engine_without_a_usable_contact_gets_a_handshake() -> None:
     world = World(connected=False)
     world.network.listening = {}
     world.begin("a/p")
-    world.says(asks(contact=b"garbage"))
+    world.receives(asks(contact=b"garbage"))
     world.network.reject("D", OSError("connection refused"))
     world.settle()
     world.fails(world.writer.pushes[0][1], "no handshake")
@@ -1450,13 +1454,13 @@ def test_with_allowed_hosts_answers_use_contacts_of_allowed_side_channels(allowe
     world.network.listening = {}
     world.search.named = {asks().decode_host: (b"contact of d-0", b"contact of d-1")}
     world.begin("a/p")
-    world.says(asks(contact=b"contact of somebody else"))
+    world.receives(asks(contact=b"contact of somebody else"))
     if allowed:
         world.network.reject("D", RuntimeError("NIXL compatibility hash mismatch"))
     world.settle()
     world.fails(world.writer.pushes[0][1], "no handshake")
-    told = [agent for agent, _ in world.mail.taken()]
-    assert told == (["d-0", "d-1"] if allowed else [])
+    reached_agents = [agent for agent, _ in world.mail.taken()]
+    assert reached_agents == (["d-0", "d-1"] if allowed else [])
     assert len(world.network.handshakes) == allowed
 
 
@@ -1464,7 +1468,7 @@ def test_the_fingerprint_of_a_registration_ignores_the_contact() -> None:
     """Contacts do not tell the registrations of two ranks apart."""
     world = World()
     for rank in ("d-0", "d-1"):
-        world.says(asks(contact=rank.encode()), rank)
+        world.receives(asks(contact=rank.encode()), rank)
     assert world.claims.pending == 1
     assert len({asks(contact=rank).fingerprint for rank in (None, b"d-0", b"d-1")}) == 1
 
@@ -1473,10 +1477,10 @@ def test_an_engine_has_as_many_contacts_as_ranks() -> None:
     """The newest count: the engine may have been restarted."""
     world = World(connected=False)
     for rank in range(5):
-        world.says(asks(contact=b"contact of d-%d" % rank), f"d-{rank}")
+        world.receives(asks(contact=b"contact of d-%d" % rank), f"d-{rank}")
     world.mail.taken()
     world.cancels(asks())
-    assert world.heard("d-3", "d-4") == [Cancelled("a/d")]
+    assert world.received("d-3", "d-4") == [Cancelled("a/d")]
 
 
 # Requests that P does not know are no reason to connect.
@@ -1486,7 +1490,7 @@ def test_a_registration_of_an_unknown_request_causes_no_handshake() -> None:
     """Anybody may name any host, and a silent one keeps the only handshake thread busy for seconds."""
     world = World(connected=False)
     for engine, rank in product(("D", "E"), ("d-0", "d-1")):
-        world.says(asks(engine=engine), rank)
+        world.receives(asks(engine=engine), rank)
         world.cancels(asks("unknown/d", engine=engine), rank)
     world.tick(UNKNOWN_S)
     world.tick(2.0)
@@ -1498,42 +1502,42 @@ def test_a_registration_of_an_unknown_request_causes_no_handshake() -> None:
 def test_an_early_registration_is_accepted_once_its_request_comes(begun: bool) -> None:
     """When it comes, not when it leaves the queue: the handshake must not delay the push."""
     world, wanted = World(connected=False), asks(sampling="greedy")
-    world.says(wanted)
+    world.receives(wanted)
     world.tick()
     assert world.network.handshakes == []
     world.claims.requests_arrived([Arrived("b/p"), Arrived("a/p")])
     if begun:
-        assert world.takes() == wanted
+        assert world.take_registration() == wanted
     world.tick()
     assert world.network.handshakes == [address_of(wanted)]
-    assert world.heard() == [Accepted("a/d", first_token=True)]
+    assert world.received() == [Accepted("a/d", first_token=True)]
     world.claims.requests_arrived([Arrived("a/q")])
     world.tick()
-    assert world.heard() == [], "once is enough"
+    assert world.received() == [], "once is enough"
 
 
 def test_a_registration_is_accepted_at_once_if_its_request_is_in_the_queue() -> None:
     world = World(connected=False)
     world.claims.requests_arrived([Arrived("a/p")])
-    world.says(asks())
-    assert world.heard() == [Accepted("a/d")]
+    world.receives(asks())
+    assert world.received() == [Accepted("a/d")]
 
 
 def test_an_engine_that_was_connected_meanwhile_gets_its_answer() -> None:
     world = World("b/p", connected=False)
-    world.says(asks())
-    world.says(asks("b/d"))
-    assert world.heard() == [Accepted("b/d")]
+    world.receives(asks())
+    world.receives(asks("b/d"))
+    assert world.received() == [Accepted("b/d")]
     world.claims.requests_arrived([Arrived("a/p")])
     world.tick()
-    assert world.heard() == [Accepted("a/d")]
+    assert world.received() == [Accepted("a/d")]
 
 
 def test_an_unconnected_engine_hears_that_p_lives() -> None:
     """Else it would take P for a stock engine, or for a silent one, while its request waits with the router."""
     world = World(connected=False)
     for rank in ("d-0", "d-1"):
-        world.says(asks(contact=f"contact of {rank}".encode()), rank)
+        world.receives(asks(contact=f"contact of {rank}".encode()), rank)
     assert set(world.mail.taken()) == {("d-0", Accepted("a/d")), ("d-1", Accepted("a/d"))}
     for sender in ("d-1", "d-2"):
         world.claims.on_ping(sender, Ping("D", 8))
@@ -1551,7 +1555,7 @@ def test_the_end_of_an_unknown_request_needs_no_handshake(allowed: str, message:
     hosts = {"any host": None, "its host": (asks().decode_host,), "another host": ("10.9.9.9",)}[allowed]
     world = World(connected=False, allowed_hosts=hosts)
     world.search.named = {asks().decode_host: (b"contact of d-0",)}
-    world.says(asks(contact=b"contact of d-0" if contact else None))
+    world.receives(asks(contact=b"contact of d-0" if contact else None))
     world.mail.taken()
     if message == "cancel":
         world.cancels(asks())
@@ -1559,7 +1563,7 @@ def test_the_end_of_an_unknown_request_needs_no_handshake(allowed: str, message:
         world.tick(UNKNOWN_S)
         world.tick(2.0)
     answer = Cancelled("a/d") if message == "cancel" else UNKNOWN
-    assert world.heard("d-0") == ([] if allowed == "another host" else [answer])
+    assert world.received("d-0") == ([] if allowed == "another host" else [answer])
     assert world.network.handshakes == []
 
 
@@ -1576,7 +1580,7 @@ def test_a_decline_releases_a_finished_request(caplog: pytest.LogCaptureFixture)
     world.claims.on_decline(declined(), world.now)
     assert world.writer.declined == ["a/p"]
     assert not world.is_unwanted()
-    assert world.heard() == [], "D does not wait for an answer"
+    assert world.received() == [], "D does not wait for an answer"
 
 
 @pytest.mark.parametrize("begun", [["a/p"], []])
@@ -1597,10 +1601,10 @@ def test_a_decline_keeps_another_prompt_of_the_same_id() -> None:
 def test_a_registration_takes_precedence_over_a_decline() -> None:
     """A decode engine that has registered cancels, and waits for the answer."""
     world = World()
-    world.says(asks())
+    world.receives(asks())
     world.claims.on_decline(declined(), world.now)
     assert not world.is_unwanted()
-    assert world.takes() == asks()
+    assert world.take_registration() == asks()
 
 
 def test_a_decline_expires() -> None:
@@ -1618,44 +1622,44 @@ def answers(count: int = 2, prefill: str = "chat-a") -> list[Registration]:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-@pytest.mark.parametrize("told", ["chat-a", "chat-a/p"], ids=["at once", "one after the other"])
-def test_the_first_answer_gets_the_only_push(order: tuple[int, ...], told: str) -> None:
-    world, wanted = World("chat-a/p"), answers(3, told)
+@pytest.mark.parametrize("named", ["chat-a", "chat-a/p"], ids=["at once", "one after the other"])
+def test_the_first_answer_gets_the_only_push(order: tuple[int, ...], named: str) -> None:
+    world, wanted = World("chat-a/p"), answers(3, named)
     for number in order:
-        world.says(wanted[number])
+        world.receives(wanted[number])
     assert world.pushes == {"chat-a/p": "0_chat-a/d"}
-    failures = [message for message in world.heard() if isinstance(message, Fail)]
+    failures = [message for message in world.received() if isinstance(message, Fail)]
     assert failures == [Fail(wanted[each].request_id, 0, SPARE_ANSWER, True) for each in order if each]
 
 
 def test_spare_answers_fail_at_the_start_of_the_only_request() -> None:
     world, wanted = World(), answers()
     for registration in wanted:
-        world.says(registration)
-    world.heard()
-    assert world.takes("chat-a/p") == wanted[0]
+        world.receives(registration)
+    world.received()
+    assert world.take_registration("chat-a/p") == wanted[0]
     world.settle()
-    assert world.heard() == [Fail("1_chat-a/d", 0, SPARE_ANSWER, True)]
+    assert world.received() == [Fail("1_chat-a/d", 0, SPARE_ANSWER, True)]
     assert world.claims.pending == 0
 
 
 def test_a_spare_answer_fails_until_the_ended_request_is_forgotten() -> None:
     world, (first, spare) = World("chat-a/p"), answers()
-    world.says(first)
+    world.receives(first)
     world.closes(first)
     world.ends("chat-a/p", None)
-    world.heard()
-    world.says(spare)
-    assert world.heard()[1:] == [Fail("1_chat-a/d", 0, SPARE_ANSWER, True)]
+    world.received()
+    world.receives(spare)
+    assert world.received()[1:] == [Fail("1_chat-a/d", 0, SPARE_ANSWER, True)]
     world.tick(ENDED_S)
-    world.says(asks("2_chat-a/d", prefill="chat-a"))
+    world.receives(asks("2_chat-a/d", prefill="chat-a"))
     assert world.claims.pending == 1
 
 
 def test_an_answer_to_another_prompt_is_not_spare() -> None:
     world = World("chat-a/p", digests={"chat-a/p": "one"})
-    world.says(asks("1_chat-a/d", prefill="chat-a", digest="other"))
-    assert world.heard() == [Accepted("1_chat-a/d")]
+    world.receives(asks("1_chat-a/d", prefill="chat-a", digest="other"))
+    assert world.received() == [Accepted("1_chat-a/d")]
     assert world.claims.pending == 1
 
 
@@ -1672,29 +1676,29 @@ def full(*computed: str, layerpush: int = 2) -> World:
     """P has no blocks for "a/p", which D has registered, and holds those of ``computed`` prompts."""
     world = World()
     world.comes("a/p", "one")
-    world.says(asks(layerpush=layerpush))
+    world.receives(asks(layerpush=layerpush))
     world.writer.finished = set(computed)
     world.comes("c/p", "two")
     world.claims.short_of_blocks = True
-    world.heard()
+    world.received()
     world.tick()
     return world
 
 
 def test_a_decode_engine_learns_that_its_prompt_waits_for_blocks() -> None:
     world = full("b/p", "c/p")
-    assert world.heard() == [Queued("a/d", ("b/", "c/two"))]
+    assert world.received() == [Queued("a/d", ("b/", "c/two"))]
     world.tick(QUEUED_EVERY_S)
-    assert world.heard() == [Queued("a/d", ("b/", "c/two"))], "the message may be lost"
+    assert world.received() == [Queued("a/d", ("b/", "c/two"))], "the message may be lost"
     world.claims.short_of_blocks = False
     world.tick(QUEUED_EVERY_S)
-    assert world.heard() == []
+    assert world.received() == []
 
 
 @pytest.mark.parametrize("layerpush", [0, 1], ids=["stock", "older"])
 def test_an_older_decode_engine_does_not_learn_it(layerpush: int) -> None:
     world = full("b/p", layerpush=layerpush)
-    assert world.heard() == []
+    assert world.received() == []
     assert world.claims.may_lapse("b/p"), "the wait must end all the same"
 
 
@@ -1702,58 +1706,58 @@ def test_a_lease_may_lapse_only_while_a_registered_prompt_waits() -> None:
     world = full("b/p")
     assert world.claims.may_lapse("b/p")
     assert not world.claims.may_lapse("c/p"), "a decode engine has registered it"
-    assert world.takes() == asks(layerpush=2)
+    assert world.take_registration() == asks(layerpush=2)
     world.tick(QUEUED_EVERY_S)
     assert not world.claims.may_lapse("b/p")
 
 
 def test_a_registration_can_be_taken_back_before_its_push_begins() -> None:
     world = full("b/p")
-    world.heard()
+    world.received()
     world.takes_back(asks(layerpush=2))
-    assert world.heard() == [Unregistered("a/d", 0)]
-    assert world.takes() is None
+    assert world.received() == [Unregistered("a/d", 0)]
+    assert world.take_registration() is None
     assert not world.is_unwanted(), "it will be registered again"
-    world.says(asks(layerpush=2))
-    assert world.heard() == [Unregistered("a/d", 0)], "a late copy"
+    world.receives(asks(layerpush=2))
+    assert world.received() == [Unregistered("a/d", 0)], "a late copy"
     again = msgspec.structs.replace(asks(layerpush=2, blocks=(7, 8)), attempt=1)
-    world.says(again)
-    world.says(asks(layerpush=2))
+    world.receives(again)
+    world.receives(asks(layerpush=2))
     world.takes_back(asks(layerpush=2))
-    assert world.takes() == again
+    assert world.take_registration() == again
 
 
 def test_a_registration_that_was_overtaken_is_not_served() -> None:
     world = World()
     world.comes("a/p", "one")
     world.takes_back(asks(layerpush=2))
-    world.says(asks(layerpush=2))
-    assert set(world.heard()) == {Unregistered("a/d", 0)}
-    assert world.takes() is None
+    world.receives(asks(layerpush=2))
+    assert set(world.received()) == {Unregistered("a/d", 0)}
+    assert world.take_registration() is None
 
 
 def test_a_push_that_has_begun_goes_on() -> None:
     world = World("a/p")
-    world.says(asks(layerpush=2))
-    world.heard()
+    world.receives(asks(layerpush=2))
+    world.received()
     world.takes_back(asks(layerpush=2))
-    assert world.heard() == []
+    assert world.received() == []
     assert world.writer.cancelled == []
 
 
 def test_a_failure_is_not_forgotten_when_the_registration_is_taken_back() -> None:
     world = World()
-    world.says(asks(layerpush=2))
+    world.receives(asks(layerpush=2))
     world.ends("a/p")
-    world.heard()
+    world.received()
     world.takes_back(asks(layerpush=2))
-    assert [type(message) for message in world.heard()] == [Fail]
+    assert [type(message) for message in world.received()] == [Fail]
 
 
 def test_a_decline_counts_after_the_registration_was_taken_back() -> None:
     world = World("a/p")
     world.writer.unclaimed = []
-    world.says(asks(layerpush=2))
+    world.receives(asks(layerpush=2))
     world.takes_back(asks(layerpush=2))
     world.claims.on_decline(Decline("a/d", "D"), world.now)
     assert world.is_unwanted()
@@ -1765,15 +1769,15 @@ def test_a_cancel_counts_for_a_later_attempt() -> None:
     world.takes_back(asks(layerpush=2))
     world.cancels(asks(layerpush=2))
     again = msgspec.structs.replace(asks(layerpush=2, blocks=(7, 8)), attempt=1)
-    world.heard()
-    world.says(again)
-    world.says(asks(layerpush=2))
-    world.says(again, "d-1")
-    assert world.heard() == [Cancelled("a/d")] * 3
-    assert world.takes() is None
+    world.received()
+    world.receives(again)
+    world.receives(asks(layerpush=2))
+    world.receives(again, "d-1")
+    assert world.received() == [Cancelled("a/d")] * 3
+    assert world.take_registration() is None
 
 
 def test_a_stranger_takes_no_registration_back() -> None:
     world = full()
     world.claims.on_unregister("stranger", unregister(asks()), world.now)
-    assert world.takes() is not None
+    assert world.take_registration() is not None

@@ -65,25 +65,25 @@ def registrations(world: ClaimWorld) -> Iterator[Move]:
     """D's newest, its next, and late copies of earlier ones, but none of a process that is dead. P does not remember
     that it has refused a second registration of an id that is in use: no copy of it may come.
     """
-    other = any(number == SENT.index(OTHER) for number, _ in world.heard)
+    other = any(number == SENT.index(OTHER) for number, _ in world.received)
     refused = world.registration(1) in world.over and world.counts != world.registration(1)
     may_come = (not other, (other or world.sent <= 1) and not refused, world.tries_again)
     for number in range(min(world.sent + 2, len(SENT) - world.stock)):
         if may_come[number]:
             yield lambda w, number=number: w.register(number, AGENTS[0])
-            if (number, AGENTS[0]) in world.heard:
+            if (number, AGENTS[0]) in world.received:
                 yield lambda w, number=number: w.register(number, AGENTS[1])
 
 
 def likeness(world: ClaimWorld) -> tuple[object, ...]:
     """Equal for worlds with the same future."""
     claim = {**vars(world.claim), "now": 0.0}
-    outer = {**vars(world), "claim": None, "cancelled": 0, "heard": frozenset(world.heard)}
+    outer = {**vars(world), "claim": None, "cancelled": 0, "received": frozenset(world.received)}
     return *claim.values(), *{**outer, "over": frozenset(world.over)}.values()
 
 
 def forked(world: ClaimWorld) -> ClaimWorld:
-    return dataclasses.replace(world, claim=copy(world.claim), over=[*world.over], heard={*world.heard})
+    return dataclasses.replace(world, claim=copy(world.claim), over=[*world.over], received={*world.received})
 
 
 def walk(name: str) -> tuple[set[Triple], list[ClaimWorld]]:
@@ -177,7 +177,7 @@ def an_equal_attempt_opens_a_claim_that_was_taken_back(patch: pytest.MonkeyPatch
 
 @mutant
 def a_claim_is_not_withdrawn(patch: pytest.MonkeyPatch) -> None:
-    """Its row is left out: D hears that it was, and the claim waits on."""
+    """Its row is left out: D gets `Unregistered`, and the claim waits on."""
 
     def change(handler: Any, claim: Claim, event: Any, actions: list[Any]) -> State:
         registration, state = claim.registration, claim.state

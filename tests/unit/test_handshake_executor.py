@@ -20,7 +20,7 @@ from layerpush.compat.handshake import MAX_ANSWER_BYTES, handshake_query
 from layerpush.compat.handshake_executor import Answers, HandshakeError, HandshakeExecutor
 from layerpush.transport import zmtp
 from tests.support.waiting import until
-from tests.unit.test_probe import GREETING, HOST, PORTS, READY, answer, endlessly, frame, listening, says
+from tests.unit.test_probe import GREETING, HOST, PORTS, READY, answer, endlessly, frame, listening, sends
 
 SILENT = "127.0.0.2"
 AHEAD_S = 1000.0
@@ -111,13 +111,13 @@ def test_all_other_code_of_vllm_gets_a_socket(handshakes: HandshakeExecutor) -> 
 
 
 def test_a_missing_rank_reaches_vllm_as_it_came(handshakes: HandshakeExecutor) -> None:
-    with listening(says(answer(b"", b""))) as port, pytest.raises(AssertionError):
+    with listening(sends(answer(b"", b""))) as port, pytest.raises(AssertionError):
         submit(handshakes, HOST, port, ranks=3).result(20)
 
 
 @pytest.mark.parametrize("encoded", [b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode(float("inf"))])
 def test_an_odd_clock_reaches_vllm_as_it_came(encoded: bytes) -> None:
-    with listening(says(answer(b"", b"payload", encoded))) as port:
+    with listening(sends(answer(b"", b"payload", encoded))) as port:
         answers = handshake_executor.ask(HOST, port, [b"query"])
     answers.send(b"query")
     assert answers.recv_multipart() == [b"payload", encoded]
@@ -127,12 +127,12 @@ def test_an_odd_clock_reaches_vllm_as_it_came(encoded: bytes) -> None:
     ("talk", "words"),
     [
         pytest.param(None, "timeout", id="silence"),
-        pytest.param(says(b""), "timeout", id="silence after the greeting"),
+        pytest.param(sends(b""), "timeout", id="silence after the greeting"),
         pytest.param(endlessly(b"\0"), "no ZMTP 3 greeting", id="no ZMTP"),
         pytest.param(lambda connection: connection.recv(1) and None, "gave no answer", id="closes at once"),
-        pytest.param(says(b"", then=endlessly(frame(b"", zmtp.MORE))), "more than 16 parts", id="frames for ever"),
-        pytest.param(says(b"", then=endlessly(frame(b"", zmtp.COMMAND))), "timeout", id="commands for ever"),
-        pytest.param(says(b"\x02" + b"\x7f" * 8), "more than the", id="a frame of exabytes"),
+        pytest.param(sends(b"", then=endlessly(frame(b"", zmtp.MORE))), "more than 16 parts", id="frames for ever"),
+        pytest.param(sends(b"", then=endlessly(frame(b"", zmtp.COMMAND))), "timeout", id="commands for ever"),
+        pytest.param(sends(b"\x02" + b"\x7f" * 8), "more than the", id="a frame of exabytes"),
     ],
 )
 def test_a_hostile_side_channel_fails_its_handshake_only(

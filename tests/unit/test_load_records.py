@@ -25,10 +25,10 @@ def test_a_completed_load_has_a_record_with_its_times() -> None:
     world = RecordedWorld()
     world.awaits()
     world.tick(1.0)
-    world.hears(Accepted("r"))
+    world.receives(Accepted("r"))
     world.tick(2.0)
     assert world.records == []
-    world.hears(Completion("r", 1))
+    world.receives(Completion("r", 1))
     record = world.record
     assert (record.kind, record.request_id, record.outcome, record.reason) == ("load", "r", "completed", None)
     assert (record.engine_id, record.prefill_engine_id, record.blocks) == ("D", "P", 2)
@@ -43,9 +43,9 @@ def test_a_load_is_recorded_and_counted_before_the_engine_can_report_it() -> Non
     """
     world = RecordedWorld()
     noted: list[tuple[int, int]] = []
-    world.engine.on_told = lambda _, __: noted.append((len(world.records), measured(world.recorder).counted(LOADS)))
+    world.engine.on_report = lambda _, __: noted.append((len(world.records), measured(world.recorder).counted(LOADS)))
     world.awaits()
-    world.hears(Completion("r", 1))
+    world.receives(Completion("r", 1))
     assert noted == [(1, 1)]
 
 
@@ -56,25 +56,25 @@ def test_the_registration_time_is_the_time_of_sending() -> None:
     world.now += 3
     world.network.answer("P", *world.agents)
     world.settle()
-    world.hears(Completion("r", 1))
+    world.receives(Completion("r", 1))
     assert (world.record.t_awaited, world.record.t_registered) == (100.0, 103.0)
 
 
 def test_the_accepted_time_is_that_of_the_first_rank() -> None:
     world = RecordedWorld(ranks=2)
     world.awaits()
-    world.hears(Accepted("r"), "p-1")
+    world.receives(Accepted("r"), "p-1")
     world.tick(1.0)
-    world.hears(Accepted("r"), "p-0")
+    world.receives(Accepted("r"), "p-0")
     for agent in world.agents:
-        world.hears(Completion("r", 2), agent)
+        world.receives(Completion("r", 2), agent)
     assert world.record.t_accepted == 100.0
 
 
 def test_a_load_settles_before_its_report_if_the_engine_does_not_know_it_yet() -> None:
     world = RecordedWorld()
     world.awaits(known=False)
-    world.hears(Completion("r", 1))
+    world.receives(Completion("r", 1))
     world.tick(0.5)
     assert world.records == []
     world.engine.known.add("r")
@@ -85,7 +85,7 @@ def test_a_load_settles_before_its_report_if_the_engine_does_not_know_it_yet() -
 def test_the_record_of_a_failed_load_has_the_reason() -> None:
     world = RecordedWorld()
     world.awaiting("p-0")
-    world.hears(Fail("r", 0, "a WRITE failed", True))
+    world.receives(Fail("r", 0, "a WRITE failed", True))
     assert (world.record.outcome, world.record.reason) == ("failed", "a WRITE failed")
 
 
@@ -93,7 +93,7 @@ def test_an_aborted_load_is_recorded_as_cancelled() -> None:
     world = RecordedWorld()
     world.awaiting("p-0")
     world.loads.abort("r", "aborted", world.now)
-    world.hears(Cancelled("r"))
+    world.receives(Cancelled("r"))
     assert (world.record.outcome, world.record.reason) == ("cancelled", "aborted")
 
 
@@ -116,7 +116,7 @@ def test_a_parked_load_has_a_second_record_when_its_blocks_are_free() -> None:
     assert (first.outcome, first.reason, first.t_parked) == ("failed", "too late", 121.0)
     assert (first.t_reported, first.t_cleared) == (121.0, None)
     world.now += 5
-    world.hears(Cancelled("r"))
+    world.receives(Cancelled("r"))
     assert first.t_cleared is None, "a record does not change after its hand-over"
     assert len(world.records) == 2
     assert world.records[1].t_cleared == 126.0
@@ -129,5 +129,5 @@ def test_a_second_request_with_the_same_id_has_its_own_record() -> None:
     world.loads.register(registration(), world.connections.address("P"), {}, world.now)  # type: ignore[arg-type]
     world.tick(1.0)
     assert world.record.outcome == "failed"
-    world.hears(Completion("r", 1))
+    world.receives(Completion("r", 1))
     assert [record.outcome for record in world.records] == ["failed", "completed"]

@@ -146,14 +146,14 @@ class LoadWorld:
     def send(self, event: Event) -> None:
         self.steps += isinstance(event, Tick)
         before = clone(vars(self.session)) | {"now": self.now}
-        heard = self.agents if isinstance(event, TokenPromised | TokenArrived) else self.writers
-        is_heard = getattr(event, "agent", "A") in heard or not hasattr(event, "agent")
-        if is_heard and type(event) not in IGNORED.get(self.session.state, ()):
+        known = self.agents if isinstance(event, TokenPromised | TokenArrived) else self.writers
+        is_known = getattr(event, "agent", "A") in known or not hasattr(event, "agent")
+        if is_known and type(event) not in IGNORED.get(self.session.state, ()):
             self._note(event)
         for action in self.session.handle(event, self.now):
-            assert is_heard
+            assert is_known
             self._check(action)
-        assert is_heard or vars(self.session) | {"now": self.now} == before, (
+        assert is_known or vars(self.session) | {"now": self.now} == before, (
             "an agent that may not write changed the session"
         )
         self._check_state()

@@ -120,7 +120,7 @@ class ScriptedWatch:
 
 
 class Engine:
-    """The worker of the loads, and their trace: ``known`` are the requests that its main thread tracks, ``told`` the
+    """The worker of the loads, and their trace: ``known`` are the requests that its main thread tracks, ``reports`` the
     reports.
     """
 
@@ -132,8 +132,8 @@ class Engine:
         self.known: set[str] = set()
         self.misfit: str | None = None
         self.declined: list[Decline] = []
-        self.told: list[tuple[str, str]] = []
-        self.on_told: Callable[[str, str], None] = lambda _, __: None
+        self.reports: list[tuple[str, str]] = []
+        self.on_report: Callable[[str, str], None] = lambda _, __: None
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.known
@@ -174,8 +174,8 @@ class Engine:
         self.records.append(record)
 
     def _note(self, what: str, request_id: str) -> None:
-        self.told.append((what, request_id))
-        self.on_told(what, request_id)
+        self.reports.append((what, request_id))
+        self.on_report(what, request_id)
 
 
 class World(FakePeers):
@@ -210,19 +210,19 @@ class World(FakePeers):
         """A registered load; these agents have answered that they speak layerpush."""
         self.awaits(request_id)
         for agent in speaking:
-            self.hears(Accepted(request_id), agent)
+            self.receives(Accepted(request_id), agent)
         self.mail.taken()
 
-    def hears(self, message: LoadMessage | None, agent: str = "p-0") -> None:
+    def receives(self, message: LoadMessage | None, agent: str = "p-0") -> None:
         """A message arrives; None: it is about no load."""
         if message is None:
             self.loads.on_pong(agent, self.now)
         else:
-            self.receives(message, agent)
+            self.receives_before_tick(message, agent)
         self.tick()
 
-    def receives(self, message: LoadMessage, agent: str = "p-0") -> None:
-        """As ``hears``, without the tick."""
+    def receives_before_tick(self, message: LoadMessage, agent: str = "p-0") -> None:
+        """As ``receives``, without the tick."""
         self.loads.on_message(agent, message, payload_of(message), self.now)
 
     def orders(self, *orders: PeerAction) -> None:
@@ -239,10 +239,10 @@ class World(FakePeers):
         return self.mail.taken()
 
     @property
-    def told(self) -> list[str]:
+    def reports(self) -> list[str]:
         """The reports about the one request."""
-        assert {request_id for _, request_id in self.engine.told} <= {"r"}
-        return [what for what, _ in self.engine.told]
+        assert {request_id for _, request_id in self.engine.reports} <= {"r"}
+        return [what for what, _ in self.engine.reports]
 
     def is_over(self) -> bool:
         return not self.loads.is_waiting and not any(self.watch.sessions.values())
@@ -263,7 +263,7 @@ def test_every_prefill_rank_gets_the_registration_and_is_watched() -> None:
     assert world.network.handshakes == [P]
     assert (world.loads.engines_in_use, len(world.loads), world.loads.is_waiting) == ({"P"}, 1, True)
     world.tick()
-    assert world.told == []
+    assert world.reports == []
 
 
 def test_a_mismatched_prefill_engine_gets_no_registration() -> None:
@@ -272,7 +272,7 @@ def test_a_mismatched_prefill_engine_gets_no_registration() -> None:
     world.engine.misfit = "its block size is 64 tokens, ours 32"
     world.awaits()
     world.tick()
-    assert world.told == ["failed"]
+    assert world.reports == ["failed"]
     assert world.sent() == []
     assert world.engine.records[-1].reason == world.engine.misfit
     assert world.engine.declined == [Decline("r", "D")]
@@ -284,11 +284,11 @@ def test_an_unreachable_prefill_engine_fails_the_load() -> None:
     world.network.listening = {}
     world.awaits()
     for _ in range(TRIES):
-        assert world.told == []
+        assert world.reports == []
         world.network.reject("P", OSError("no route"))
         world.settle()
         world.tick(1.0)
-    assert world.told == ["failed"]
+    assert world.reports == ["failed"]
     assert world.is_over()
 
 
@@ -296,7 +296,7 @@ def test_a_prefill_engine_on_a_host_that_is_not_allowed_fails_the_load() -> None
     world = World(allowed=("10.9.9.9",))
     world.awaits()
     world.tick()
-    assert world.told == ["failed"]
+    assert world.reports == ["failed"]
     assert world.network.handshakes == []
 
 
@@ -319,7 +319,7 @@ def test_a_second_dead_connection_fails_the_load() -> None:
     world.awaits()
     world.tick()
     assert len(world.network.handshakes) == 2
-    assert world.told == ["failed"]
+    assert world.reports == ["failed"]
     assert world.is_over()
 
 
@@ -329,9 +329,9 @@ def test_registered_ranks_get_a_cancel_if_another_rank_is_unreachable() -> None:
     world.awaits()
     assert [agent for agent, _ in world.mail.sent] == ["p-0", "p-0"]
     assert world.sent()[-1] == ("p-0", cancel_of())
-    assert world.told == []
-    world.hears(Cancelled("r"))
-    assert world.told == ["failed"]
+    assert world.reports == []
+    world.receives(Cancelled("r"))
+    assert world.reports == ["failed"]
     assert world.is_over()
 
 
@@ -345,7 +345,7 @@ def test_a_load_that_cannot_be_registered_is_not_awaited() -> None:
     world.tick()
     world.loads.time_out("r", "too late", world.now)
     world.tick()
-    assert world.told == ["failed"]
+    assert world.reports == ["failed"]
     assert world.mail.sent == []
 
 
@@ -364,9 +364,9 @@ def test_a_load_needs_a_completion_from_every_rank_that_writes_here(
     world.loads.register(registration(), Address("P", "10.0.0.5", 5600, 1, pp_size), EXTRA, world.now)
     world.settle()
     for rank in range(needed):
-        assert world.told == []
-        world.hears(Completion("r", tp_size), f"p-{rank}")
-    assert world.told == ["loaded"]
+        assert world.reports == []
+        world.receives(Completion("r", tp_size), f"p-{rank}")
+    assert world.reports == ["loaded"]
     assert world.engine.completions == [Completion("r", tp_size)] * needed
     assert world.is_over()
 
@@ -375,11 +375,11 @@ def test_a_repeated_completion_of_a_rank_counts_once() -> None:
     world = World(ranks=2)
     world.awaiting()
     for _ in range(3):
-        world.hears(Completion("r", 2), "p-0")
-    assert world.told == []
-    world.hears(Completion("r", 2), "p-1")
-    world.hears(Completion("r", 2), "p-1")
-    assert world.told == ["loaded"]
+        world.receives(Completion("r", 2), "p-0")
+    assert world.reports == []
+    world.receives(Completion("r", 2), "p-1")
+    world.receives(Completion("r", 2), "p-1")
+    assert world.reports == ["loaded"]
     assert len(world.engine.completions) == 2
 
 
@@ -387,11 +387,11 @@ def test_messages_from_an_unregistered_agent_are_ignored() -> None:
     world = World()
     world.awaiting("p-0")
     for word in (Completion("r", 1), Cancelled("r"), Fail("r", 0, "no", True), Accepted("r")):
-        world.hears(word, "x-0")
-    assert world.told == []
+        world.receives(word, "x-0")
+    assert world.reports == []
     assert world.peer_errors.counts == {"foreign status": 4}
-    world.hears(Completion("r", 1))
-    assert world.told == ["loaded"]
+    world.receives(Completion("r", 1))
+    assert world.reports == ["loaded"]
 
 
 @pytest.mark.parametrize("outcome", ["loaded", "failed"])
@@ -400,14 +400,14 @@ def test_a_long_step_does_not_lose_the_outcome_of_a_load(outcome: str, step_s: f
     """The main thread knows of a request after the forward of its step, which may compile for minutes."""
     world = World()
     world.awaits(known=False)
-    world.hears(Completion("r", 1) if outcome == "loaded" else Fail("r", 0, "no", True))
+    world.receives(Completion("r", 1) if outcome == "loaded" else Fail("r", 0, "no", True))
     for _ in range(10):
         world.tick(step_s / 10)
-    assert world.told == []
+    assert world.reports == []
     assert world.loads.is_waiting
     world.engine.known = {"r"}
     world.tick()
-    assert world.told == [outcome]
+    assert world.reports == [outcome]
     assert world.is_over()
 
 
@@ -421,14 +421,14 @@ def test_an_early_message_is_not_lost(connecting: bool, word: Completion | Fail,
     if connecting:
         world.network.listening = {}
         world.awaits()
-        world.hears(word)
+        world.receives(word)
         world.network.answer("P", "p-0")
     else:
-        world.hears(word)
+        world.receives(word)
         world.awaits()
-    assert world.told == []
+    assert world.reports == []
     world.tick()
-    assert world.told == [outcome]
+    assert world.reports == [outcome]
     assert world.is_over()
 
 
@@ -443,8 +443,8 @@ def test_a_completion_over_bytes_that_the_device_may_not_see_fails_the_load(
     world.loads.on_invisible("p-0", word, payload_of(word), "no flush", world.now)
     if early:
         world.awaits()
-    world.hears(word, "p-1")
-    assert world.told == ["failed"]
+    world.receives(word, "p-1")
+    assert world.reports == ["failed"]
     assert "KV load of r from P failed: no flush" in caplog.text
     assert not any(world.watch.speaking.values())
     assert world.is_over()
@@ -454,15 +454,15 @@ def test_a_promised_token_may_come_late_and_is_ignored_after_the_wait() -> None:
     for late in (False, True):
         world = World()
         world.awaits(sampling="greedy")
-        world.hears(Accepted("r", first_token=True))
-        world.hears(Completion("r", 1))
+        world.receives(Accepted("r", first_token=True))
+        world.receives(Completion("r", 1))
         world.tick(0.9 * TOKEN_WAIT_S)
-        assert world.told == []
+        assert world.reports == []
         if late:
             world.tick(0.2 * TOKEN_WAIT_S)
-        world.hears(FirstToken("r", 7))
-        world.hears(FirstToken("r", 8))
-        assert world.told == [f"first token {'late' if late else 7}", "loaded"]
+        world.receives(FirstToken("r", 7))
+        world.receives(FirstToken("r", 8))
+        assert world.reports == [f"first token {'late' if late else 7}", "loaded"]
         assert world.is_over(), "no message is kept for a load that is over"
 
 
@@ -471,7 +471,7 @@ def test_parameters_that_differ_on_p_are_logged_once(caplog: pytest.LogCaptureFi
     with caplog.at_level("WARNING", "vllm.layerpush"):
         for number, other in enumerate([(), ("top_p",), ("top_p",), ("min_p", "top_p")]):
             world.awaits(f"r{number}", sampling="greedy")
-            world.hears(FirstToken(f"r{number}", None, other))
+            world.receives(FirstToken(f"r{number}", None, other))
     lines = [line for line in caplog.messages if "first tokens" in line]
     assert [line.partition("has other sampling parameters: ")[2] for line in lines] == ["top_p", "min_p, top_p"]
     assert all(f"prefill engine {P.engine_id} samples" in line for line in lines)
@@ -480,40 +480,40 @@ def test_parameters_that_differ_on_p_are_logged_once(caplog: pytest.LogCaptureFi
 def test_a_load_does_not_wait_for_a_token_that_p_did_not_promise() -> None:
     world = World()
     world.awaits(sampling="greedy")
-    world.hears(Accepted("r"))
-    world.hears(Completion("r", 1))
-    assert world.told == ["first token not_promised", "loaded"]
+    world.receives(Accepted("r"))
+    world.receives(Completion("r", 1))
+    assert world.reports == ["first token not_promised", "loaded"]
 
 
 def test_an_unrequested_first_token_is_ignored() -> None:
     world = World()
     world.awaiting("p-0")
-    world.hears(FirstToken("r", 7))
-    world.hears(FirstToken("s", 7))
+    world.receives(FirstToken("r", 7))
+    world.receives(FirstToken("s", 7))
     assert world.peer_errors.counts == {"foreign status": 1}, "the second one belongs to no load"
-    world.hears(Completion("r", 1))
-    assert world.told == ["loaded"]
+    world.receives(Completion("r", 1))
+    assert world.reports == ["loaded"]
 
 
 def test_a_first_token_from_an_unregistered_agent_is_ignored() -> None:
     world = World()
     world.awaits(sampling="greedy")
-    world.hears(Accepted("r", first_token=True))
-    world.hears(FirstToken("r", 8), "x-0")
+    world.receives(Accepted("r", first_token=True))
+    world.receives(FirstToken("r", 8), "x-0")
     assert world.peer_errors.counts == {"foreign status": 1}
-    world.hears(FirstToken("r", 7))
-    world.hears(Completion("r", 1))
-    assert world.told == ["first token 7", "loaded"]
+    world.receives(FirstToken("r", 7))
+    world.receives(Completion("r", 1))
+    assert world.reports == ["first token 7", "loaded"]
 
 
 def test_a_first_token_before_the_rank_sends_its_registration_is_kept() -> None:
     world = World()
     world.loads.register(registration(sampling="greedy"), P, EXTRA, world.now)
     world.engine.known |= {"r"}
-    world.receives(FirstToken("r", 7))
+    world.receives_before_tick(FirstToken("r", 7))
     world.settle()
-    world.hears(Completion("r", 1))
-    assert world.told == ["first token 7", "loaded"]
+    world.receives(Completion("r", 1))
+    assert world.reports == ["first token 7", "loaded"]
 
 
 def test_an_agent_that_speaks_layerpush_does_so_for_the_next_request() -> None:
@@ -531,7 +531,7 @@ def test_agents_that_no_load_awaits_are_not_remembered() -> None:
     """Neither those of an earlier process of the engine."""
     world = World()
     for number in range(50):
-        world.hears(None, f"x-{number}")
+        world.receives(None, f"x-{number}")
     assert len(world.network.peers) == 0
     world.awaiting("p-0", request_id="old")
     assert world.network.peers["P"].speaks_layerpush == {"p-0"}
@@ -543,32 +543,32 @@ def test_agents_that_no_load_awaits_are_not_remembered() -> None:
 def test_an_early_message_shows_that_its_sender_speaks_layerpush() -> None:
     """The rank is not connected when the message comes."""
     world = World(ranks=2)
-    world.hears(Accepted("r"), "p-0")
-    world.hears(Completion("r", 2), "p-1")
+    world.receives(Accepted("r"), "p-0")
+    world.receives(Completion("r", 2), "p-1")
     world.awaits()
     assert world.network.peers["P"].speaks_layerpush == {"p-0"}
 
 
 def test_an_early_message_from_an_unregistered_agent_is_ignored() -> None:
     world = World()
-    world.hears(Completion("r", 1), "x-0")
+    world.receives(Completion("r", 1), "x-0")
     world.awaits()
     world.tick()
-    assert world.told == []
+    assert world.reports == []
     assert world.peer_errors.counts == {"foreign status": 1}
 
 
 def test_an_early_message_expires() -> None:
     world = World()
-    world.hears(Completion("r", 1))
-    world.hears(Fail("s", 0, "no", True))
+    world.receives(Completion("r", 1))
+    world.receives(Fail("s", 0, "no", True))
     assert world.loads.is_waiting
     world.tick(KEPT_S)
     assert world.peer_errors.counts == {"late completion": 1}
     assert world.is_over()
     world.awaits()
     world.tick()
-    assert world.told == []
+    assert world.reports == []
 
 
 def test_early_messages_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,7 +578,7 @@ def test_early_messages_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(50):
         padded = encode(Accepted(f"r{number}")) + b"x" * 10_000
         world.loads.on_message("p-0", Accepted(f"r{number}"), padded, world.now)
-        world.hears(Fail(f"r{number}", 0, "x" * 500, True))
+        world.receives(Fail(f"r{number}", 0, "x" * 500, True))
     assert 10 < len(world.loads._early) < 30
     assert world.loads._early._messages.held_bytes <= 20_000
 
@@ -587,7 +587,7 @@ def test_the_number_of_early_messages_is_bounded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(early_messages, "KEPT", 10)
     world = World()
     for number in range(50):
-        world.hears(Completion(f"r{number}", 1))
+        world.receives(Completion(f"r{number}", 1))
     assert len(world.loads._early) <= 10
 
 
@@ -599,13 +599,13 @@ def test_an_abort_sends_cancels_and_waits_for_the_prefill_ranks() -> None:
     world.awaiting("p-0", "p-1")
     world.loads.abort("r", "aborted", world.now)
     assert world.sent() == [("p-0", cancel_of()), ("p-1", cancel_of())]
-    world.hears(Cancelled("r"), "p-1")
+    world.receives(Cancelled("r"), "p-1")
     world.tick(RETRY_S)
     assert world.sent() == [("p-0", cancel_of())], "the cancel is repeated"
     world.tick(100 * PATIENCE_S)
-    assert world.told == [], "the engine itself holds the blocks meanwhile"
-    world.hears(Fail("r", 0, "it ended", True), "p-0")
-    assert world.told == ["failed"]
+    assert world.reports == [], "the engine itself holds the blocks meanwhile"
+    world.receives(Fail("r", 0, "it ended", True), "p-0")
+    assert world.reports == ["failed"]
     assert world.is_over()
 
 
@@ -615,7 +615,7 @@ def test_an_abort_before_the_registration_sends_no_message() -> None:
     world.awaits()
     world.loads.abort("r", "aborted", world.now)
     world.tick()
-    assert world.told == ["failed"]
+    assert world.reports == ["failed"]
     world.network.answer("P", "p-0")
     world.settle()
     assert world.mail.sent == []
@@ -627,10 +627,10 @@ def test_an_abort_or_timeout_of_an_unknown_or_finished_load_is_ignored() -> None
     world.loads.abort("r", "aborted", world.now)
     world.loads.time_out("r", "too late", world.now)
     world.awaiting()
-    world.hears(Completion("r", 1))
+    world.receives(Completion("r", 1))
     world.loads.abort("r", "aborted", world.now)
     world.tick()
-    assert world.told == ["loaded"]
+    assert world.reports == ["loaded"]
 
 
 def test_blocks_are_parked_before_the_failure_is_reported() -> None:
@@ -639,10 +639,10 @@ def test_blocks_are_parked_before_the_failure_is_reported() -> None:
     world.awaits(known=False)
     world.loads.time_out("r", "no push", world.now)
     world.tick(PATIENCE_S)
-    assert world.told == ["parked"]
+    assert world.reports == ["parked"]
     world.engine.known = {"r"}
     world.tick()
-    assert world.told == ["parked", "failed"]
+    assert world.reports == ["parked", "failed"]
 
 
 def test_a_possibly_stock_prefill_engine_gets_a_quiet_cancel() -> None:
@@ -652,13 +652,13 @@ def test_a_possibly_stock_prefill_engine_gets_a_quiet_cancel() -> None:
     world.loads.time_out("r", "no push", world.now)
     assert world.mail.sent == [("p-0", encode_quietly(cancel_of()))]
     world.tick(PATIENCE_S)
-    assert world.told == ["parked", "failed"]
+    assert world.reports == ["parked", "failed"]
     world.mail.taken()
-    world.hears(Accepted("r"))
+    world.receives(Accepted("r"))
     world.tick(2 * RETRY_S)
     assert set(world.mail.sent) == {("p-0", encode(cancel_of()))}, "the engine speaks layerpush"
-    world.hears(Completion("r", 1))
-    assert world.told == ["parked", "failed", "cleared"]
+    world.receives(Completion("r", 1))
+    assert world.reports == ["parked", "failed", "cleared"]
 
 
 @pytest.mark.parametrize(("wish", "level"), [("abort", logging.INFO), ("time_out", logging.WARNING)])
@@ -669,7 +669,7 @@ def test_a_failure_is_logged_once_and_an_abort_at_level_info(
     world.awaiting("p-0")
     with caplog.at_level(logging.INFO, "vllm.layerpush"):
         getattr(world.loads, wish)("r", "the reason", world.now)
-        world.hears(Cancelled("r"))
+        world.receives(Cancelled("r"))
     (record,) = [record for record in caplog.records if "KV load of r from P failed: the reason" in record.getMessage()]
     assert record.levelno == level
 
@@ -700,15 +700,15 @@ def test_an_agent_is_lost_if_a_cancel_to_it_fails() -> None:
     world.mail.lost = {"p-0"}
     world.loads.abort("r", "aborted", world.now)
     assert world.watch.lost_agents == ["p-0"]
-    assert world.told == []
+    assert world.reports == []
 
 
 def test_every_message_of_an_agent_reaches_the_watch() -> None:
     world = World(ranks=3)
     world.awaiting()
-    world.hears(None, "p-0")
-    world.hears(Completion("nothing", 1), "p-1")
-    world.hears(Cancelled("nothing"), "p-2")
+    world.receives(None, "p-0")
+    world.receives(Completion("nothing", 1), "p-1")
+    world.receives(Cancelled("nothing"), "p-2")
     assert world.watch.speaking == {"p-0": True, "p-1": False, "p-2": True}
 
 
@@ -736,9 +736,9 @@ def test_the_silence_of_an_agent_fails_all_its_loads() -> None:
     world.awaiting("p-0", "p-1")
     world.orders(liveness.ReportSilent("p-0", "nothing came"))
     assert world.sent() == [("p-0", cancel_of()), ("p-1", cancel_of())]
-    world.hears(Cancelled("r"), "p-1")
+    world.receives(Cancelled("r"), "p-1")
     world.tick(PATIENCE_S)
-    assert world.told == ["parked", "failed"]
+    assert world.reports == ["parked", "failed"]
 
 
 def test_the_death_of_an_agent_fails_its_loads_without_parking_blocks() -> None:
@@ -748,7 +748,7 @@ def test_the_death_of_an_agent_fails_its_loads_without_parking_blocks() -> None:
     world.engine.known = {"r", "s"}
     world.orders(liveness.ReportGone("P", "p-0", "it has ended"))
     world.tick()
-    assert sorted(world.engine.told) == [("failed", "r"), ("failed", "s")]
+    assert sorted(world.engine.reports) == [("failed", "r"), ("failed", "s")]
     assert world.network.forgotten == ["P"]
     assert world.is_over()
 
@@ -757,7 +757,7 @@ def test_an_order_for_an_ended_session_is_harmless() -> None:
     """Orders of one look: the first may end the last session of the engine."""
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
-    world.hears(Fail("r", 0, "no", True), "p-1")
+    world.receives(Fail("r", 0, "no", True), "p-1")
     world.sent()
     world.orders(
         liveness.ReportGone("P", "p-0", "it has ended"),
@@ -766,7 +766,7 @@ def test_an_order_for_an_ended_session_is_harmless() -> None:
         liveness.ReportSilent("p-1", "nothing came"),
         liveness.Reconnect("P"),
     )
-    assert world.told == ["failed"]
+    assert world.reports == ["failed"]
     assert world.probe.asked == []
 
 
@@ -776,8 +776,8 @@ def test_a_living_engine_with_a_dead_connection_is_reconnected() -> None:
     world.orders(liveness.Reconnect("P"))
     assert world.network.forgotten == ["P"]
     assert world.network.connected == {"P": ("p-0",)}
-    world.hears(Completion("r", 1))
-    assert world.told == ["loaded"]
+    world.receives(Completion("r", 1))
+    assert world.reports == ["loaded"]
 
 
 def test_a_failed_reconnection_is_logged_and_left_to_the_watch(caplog: pytest.LogCaptureFixture) -> None:
@@ -790,7 +790,7 @@ def test_a_failed_reconnection_is_logged_and_left_to_the_watch(caplog: pytest.Lo
         world.settle()
     assert "no route" in caplog.text
     assert not world.connections._retries
-    assert world.told == []
+    assert world.reports == []
 
 
 def test_a_living_rank_keeps_its_connection_after_the_death_of_another() -> None:
@@ -804,19 +804,19 @@ def test_a_living_rank_keeps_its_connection_after_the_death_of_another() -> None
     world.orders(liveness.SendPing("P", "p-1", True))
     world.tick(RETRY_S)
     assert [agent for agent, _ in world.sent()] == ["p-1", "p-1"]
-    assert (world.watch.lost_agents, world.watch.cut_agents, world.told) == ([], [], [])
+    assert (world.watch.lost_agents, world.watch.cut_agents, world.reports) == ([], [], [])
     world.orders(liveness.ReportGone("P", "p-1", "it has ended"))
     assert world.network.forgotten == ["P"]
-    assert world.told == ["failed"]
+    assert world.reports == ["failed"]
 
 
 def test_a_rank_that_another_request_awaits_keeps_its_connection() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1", request_id="s")
     world.awaiting("p-0", "p-1")
-    world.hears(Fail("r", 0, "no", True), "p-1")
+    world.receives(Fail("r", 0, "no", True), "p-1")
     world.orders(liveness.ReportGone("P", "p-0", "it has ended"))
-    assert world.engine.told == [("failed", "r")]
+    assert world.engine.reports == [("failed", "r")]
     assert world.network.forgotten == []
 
 
@@ -826,14 +826,14 @@ def test_a_living_rank_is_not_reported_gone_after_the_death_of_its_sibling() -> 
     world.awaiting("p-0", "p-1")
     world.mail.lost = {"p-0"}
     for _ in range(60):
-        world.hears(None, "p-1")
+        world.receives(None, "p-1")
         dies_a_little(world)
     for _ in range(120):  # it computes, and sends nothing meanwhile
         dies_a_little(world)
-    assert world.told == ["parked", "failed"], "its blocks are not given back"
+    assert world.reports == ["parked", "failed"], "its blocks are not given back"
     assert "p-1" in {agent for agent, _ in world.sent()}
-    world.hears(Cancelled("r"), "p-1")
-    assert world.told == ["parked", "failed", "cleared"]
+    world.receives(Cancelled("r"), "p-1")
+    assert world.reports == ["parked", "failed", "cleared"]
 
 
 def test_a_send_without_a_connection_is_no_evidence_of_a_death() -> None:
@@ -869,11 +869,11 @@ def test_messages_sent_before_a_death_do_not_keep_the_agent_alive() -> None:
     world.network.listening["P"] = ("p-new",)
     world.awaits("s")
     assert world.network.connected == {"P": ("p-new",)}
-    world.hears(None, "p-0")
+    world.receives(None, "p-0")
     for _ in range(60):
-        world.hears(None, "p-new")
+        world.receives(None, "p-new")
         dies_a_little(world)
-    assert world.engine.told == [("failed", "r")]
+    assert world.engine.reports == [("failed", "r")]
 
 
 def test_a_connection_to_the_successor_of_a_dead_agent_does_not_keep_it_alive() -> None:
@@ -889,7 +889,7 @@ def test_a_connection_to_the_successor_of_a_dead_agent_does_not_keep_it_alive() 
     assert world.network.connected == {"P": ("p-new",)}
     for _ in range(60):
         dies_a_little(world)
-    assert world.told == ["failed"]
+    assert world.reports == ["failed"]
 
 
 def test_a_probe_names_the_registered_rank_even_without_a_connection() -> None:
@@ -913,7 +913,7 @@ def test_a_probe_uses_the_address_of_the_handshake_and_not_of_a_later_request() 
     world.loads.register(registration(), nowhere, EXTRA, world.now)
     world.settle()
     assert world.watch.sessions["P", "p-0"] == 2
-    world.hears(Completion("honest", 1))
+    world.receives(Completion("honest", 1))
     world.orders(liveness.StartProbe("P", "p-0"), liveness.Reconnect("P"))
     assert [asked.address for asked in world.probe.asked] == [P]
     assert world.network.handshakes == [P, P]
@@ -926,7 +926,7 @@ def test_a_request_with_a_different_number_of_ranks_is_not_awaited() -> None:
     world.loads.register(registration("s"), two, EXTRA, world.now)
     world.awaits()
     world.tick()
-    assert world.told == ["failed"]
+    assert world.reports == ["failed"]
     assert {read(payload).request_id for _, payload in world.mail.sent} == {"s"}  # type: ignore[union-attr]
 
 
@@ -953,7 +953,7 @@ def test_a_connection_with_pushes_in_flight_is_kept() -> None:
     world.awaits("s")
     world.tick()
     assert world.network.forgotten == []
-    assert world.engine.told == [("failed", "s")]
+    assert world.engine.reports == [("failed", "s")]
     assert world.watch.lost_agents == ["p-0"]
     assert world.watch.cut_agents == []
     assert world.watch.reconnections == []
@@ -1008,8 +1008,8 @@ def test_a_connection_lost_elsewhere_is_evidence_only_against_a_lone_agent(ranks
     assert world.watch.cut_agents == list(world.agents)
 
 
-@pytest.mark.parametrize(("ranks", "told"), [(1, ["failed"]), (2, ["parked", "failed"])])
-def test_a_death_is_found_although_the_connection_was_dropped_elsewhere(ranks: int, told: list[str]) -> None:
+@pytest.mark.parametrize(("ranks", "reports"), [(1, ["failed"]), (2, ["parked", "failed"])])
+def test_a_death_is_found_although_the_connection_was_dropped_elsewhere(ranks: int, reports: list[str]) -> None:
     """A lone rank must be the one that died; of two it may be either. No send of ours will fail any more."""
     world = World(ranks, scripted=False)
     world.awaiting(*world.agents)
@@ -1018,7 +1018,7 @@ def test_a_death_is_found_although_the_connection_was_dropped_elsewhere(ranks: i
     world.network.listening = {}
     for _ in range(int(4 * 3 * PATIENCE_S)):
         dies_a_little(world)
-    assert world.told == told
+    assert world.reports == reports
 
 
 def test_a_request_id_with_parked_blocks_is_not_registered_again() -> None:
@@ -1027,15 +1027,15 @@ def test_a_request_id_with_parked_blocks_is_not_registered_again() -> None:
     world.awaiting("p-0")
     world.loads.time_out("r", "no push", world.now)
     world.tick(PATIENCE_S)
-    assert world.told == ["parked", "failed"]
+    assert world.reports == ["parked", "failed"]
     world.sent()
     world.loads.register(registration(blocks=(7, 8)), P, EXTRA, world.now)
     world.tick()
     assert world.sent() == []
-    assert world.told == ["parked", "failed", "failed"]
+    assert world.reports == ["parked", "failed", "failed"]
     assert len(world.loads) == 1
-    world.hears(Cancelled("r"))
-    assert world.told == ["parked", "failed", "failed", "cleared"]
+    world.receives(Cancelled("r"))
+    assert world.reports == ["parked", "failed", "failed", "cleared"]
     assert world.is_over()
     world.awaits()
     assert len(world.sent()) == 1
@@ -1054,7 +1054,7 @@ def test_a_load_that_succeeds_is_counted_with_its_time() -> None:
     world = World()
     world.awaiting()
     world.now += 3.0
-    world.hears(Completion("r", 1))
+    world.receives(Completion("r", 1))
     tally = measured(world.recorder)
     assert tally.counters == {LOADS.key: {"loaded": 1}}
     assert tally.observed(LOAD).total == pytest.approx(3.0)
@@ -1063,15 +1063,15 @@ def test_a_load_that_succeeds_is_counted_with_its_time() -> None:
 def test_unsuccessful_loads_are_counted_by_outcome() -> None:
     world = World()
     world.awaiting("p-0", request_id="failed")
-    world.hears(Fail("failed", 0, "no such request", True))
+    world.receives(Fail("failed", 0, "no such request", True))
     world.awaiting("p-0", request_id="aborted")
     world.loads.abort("aborted", "aborted", world.now)
-    world.hears(Cancelled("aborted"))
+    world.receives(Cancelled("aborted"))
     world.loads.refuse("refused", "bad address", world.now)
     world.awaiting("p-0", request_id="parked")
     world.loads.time_out("parked", "no push", world.now)
     world.tick(PATIENCE_S)
-    world.hears(Cancelled("parked"))
+    world.receives(Cancelled("parked"))
     assert counted(world) == ({"failed": 1, "aborted": 1, "refused": 1, "parked": 1}, {}, 0)
 
 
@@ -1094,7 +1094,7 @@ def test_a_load_that_was_not_registered_is_declined() -> None:
         world.network.reject("P", OSError("no route"))
         world.tick()
         world.tick(RETRY_S)
-    assert world.told == ["failed"]
+    assert world.reports == ["failed"]
     assert world.engine.declined == [Decline("r", "D")]
 
 
@@ -1110,8 +1110,8 @@ def test_a_registered_load_is_cancelled_and_not_declined() -> None:
     world = World()
     world.awaiting("p-0")
     world.loads.abort("r", "aborted", world.now)
-    world.hears(Cancelled("r"))
-    assert world.told == ["failed"]
+    world.receives(Cancelled("r"))
+    assert world.reports == ["failed"]
     assert world.engine.declined == []
 
 

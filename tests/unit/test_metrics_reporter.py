@@ -35,30 +35,30 @@ def test_recorded_values_are_reported_once() -> None:
 def test_external_totals_are_reported_as_increments() -> None:
     reporter, totals = Reporter("0"), {"foreign_status": 2}
     reporter.total(DROPPED_MESSAGES, lambda: totals)
-    told = []
+    reported = []
     for more in (0, 0, 3):
         totals["foreign_status"] += more
         tally = reporter.take_delta(1.0)
-        told.append(0 if tally is None else tally.counted(DROPPED_MESSAGES, "foreign_status"))
-    assert told == [2, 0, 3]
+        reported.append(0 if tally is None else tally.counted(DROPPED_MESSAGES, "foreign_status"))
+    assert reported == [2, 0, 3]
 
 
 def test_a_level_is_reported_on_change_and_periodically() -> None:
     reporter, level = Reporter("0"), [0.0]
     reporter.level(AWAITED_LOADS, lambda: level[0])
 
-    def told(now: float) -> float | None:
+    def reported(now: float) -> float | None:
         tally = reporter.take_delta(now)
         return None if tally is None else tally.highest(AWAITED_LOADS)
 
-    assert told(10.0) == 0.0
-    assert told(10.1) is None
+    assert reported(10.0) == 0.0
+    assert reported(10.1) is None
     level[0] = 5.0
-    assert told(10.2) == 5.0
-    assert told(10.3) is None
-    assert told(10.2 + REPORT_S) == 5.0
+    assert reported(10.2) == 5.0
+    assert reported(10.3) is None
+    assert reported(10.2 + REPORT_S) == 5.0
     level[0] = 0.0
-    assert told(11.3) == 0.0
+    assert reported(11.3) == 0.0
 
 
 @dataclass

@@ -111,7 +111,7 @@ SIGNED = msgspec.msgpack.encode(signed(payload(NAME)))
 GOOD = answer(b"", metadata(NAME), TIME)
 
 
-def says(data: bytes, *, greeting: bytes = GREETING, then: Talk | None = None) -> Talk:
+def sends(data: bytes, *, greeting: bytes = GREETING, then: Talk | None = None) -> Talk:
     """A handshake, then ``data``."""
 
     def talk(connection: socket.socket) -> None:
@@ -156,7 +156,7 @@ def test_a_closed_port_proves_the_end_of_the_agent() -> None:
     ],
 )
 def test_the_verdict_follows_the_agent_in_the_answer(said: bytes, verdict: Verdict) -> None:
-    with listening(says(said)) as port:
+    with listening(sends(said)) as port:
         assert ask(port) is verdict
 
 
@@ -164,32 +164,32 @@ def test_the_verdict_follows_the_agent_in_the_answer(said: bytes, verdict: Verdi
     "talk",
     [
         pytest.param(None, id="nobody accepts, as in a stopped process"),
-        pytest.param(says(b""), id="silence after the handshake"),
+        pytest.param(sends(b""), id="silence after the handshake"),
         pytest.param(lambda connection: connection.recv(1) and None, id="closes at once"),
         pytest.param(endlessly(b"HTTP/1.1 400 Bad Request\r\n\r\n"), id="no ZMTP"),
         pytest.param(endlessly(b"\0"), id="zeros for ever"),
         pytest.param(endlessly(b"\xff", 0.05), id="a byte now and then"),
-        pytest.param(says(GOOD, greeting=GREETING.replace(b"NULL", b"PLAI")), id="asks for a password"),
-        pytest.param(says(GOOD, greeting=GREETING.replace(b"\x03", b"\x01", 1)), id="ZMTP 1"),
-        pytest.param(says(GOOD, greeting=b"\xfe" + GREETING[1:]), id="another signature"),
-        pytest.param(says(GOOD, greeting=GREETING[:9] + b"\x7e" + GREETING[10:]), id="half a signature"),
-        pytest.param(says(b"", then=endlessly(frame(b"x" * 60_000, zmtp.MORE))), id="frames for ever"),
-        pytest.param(says(b"", then=endlessly(frame(b"", zmtp.MORE))), id="empty frames for ever"),
-        pytest.param(says(b"", then=endlessly(frame(b"", zmtp.COMMAND))), id="commands for ever"),
-        pytest.param(says(b"\x02" + b"\x7f" * 8 + b"x" * 100), id="a frame of exabytes"),
-        pytest.param(says(b"\x02" + struct.pack(">Q", 7 << 20), then=endlessly(b"x", 0.02)), id="a slow large frame"),
-        pytest.param(says(answer(b"not empty", metadata(NAME), TIME)), id="no empty frame"),
-        pytest.param(says(answer(b"", metadata(NAME))), id="one part"),
-        pytest.param(says(answer(b"", metadata(NAME), TIME, TIME)), id="three parts"),
-        pytest.param(says(answer(b"")), id="no part"),
-        pytest.param(says(answer(b"", b"not empty")), id="one other part"),
-        pytest.param(says(answer(b"", b"\xc1" * 9, TIME)), id="no msgpack"),
-        pytest.param(says(answer(b"", msgspec.msgpack.encode([1, 2]), TIME)), id="no handshake"),
-        pytest.param(says(answer(b"", metadata(OTHER, agent_metadata="text"), TIME)), id="a name in no bytes"),
-        pytest.param(says(answer(b"", metadata(OTHER, engine_id=5), TIME)), id="an engine id that is none"),
-        pytest.param(says(answer(b"", b"\x81\xa1x" + b"\x91" * 100_000, TIME)), id="nested for ever"),
-        pytest.param(says(answer(b"", b"\x81\xa4\xff\xff\xff\xff\x01", TIME)), id="a key that is no UTF-8"),
-        pytest.param(says(GOOD.replace(b"\xa3abc", b"\xa3\xff\xff\xff")), id="a hash that is no UTF-8"),
+        pytest.param(sends(GOOD, greeting=GREETING.replace(b"NULL", b"PLAI")), id="asks for a password"),
+        pytest.param(sends(GOOD, greeting=GREETING.replace(b"\x03", b"\x01", 1)), id="ZMTP 1"),
+        pytest.param(sends(GOOD, greeting=b"\xfe" + GREETING[1:]), id="another signature"),
+        pytest.param(sends(GOOD, greeting=GREETING[:9] + b"\x7e" + GREETING[10:]), id="half a signature"),
+        pytest.param(sends(b"", then=endlessly(frame(b"x" * 60_000, zmtp.MORE))), id="frames for ever"),
+        pytest.param(sends(b"", then=endlessly(frame(b"", zmtp.MORE))), id="empty frames for ever"),
+        pytest.param(sends(b"", then=endlessly(frame(b"", zmtp.COMMAND))), id="commands for ever"),
+        pytest.param(sends(b"\x02" + b"\x7f" * 8 + b"x" * 100), id="a frame of exabytes"),
+        pytest.param(sends(b"\x02" + struct.pack(">Q", 7 << 20), then=endlessly(b"x", 0.02)), id="a slow large frame"),
+        pytest.param(sends(answer(b"not empty", metadata(NAME), TIME)), id="no empty frame"),
+        pytest.param(sends(answer(b"", metadata(NAME))), id="one part"),
+        pytest.param(sends(answer(b"", metadata(NAME), TIME, TIME)), id="three parts"),
+        pytest.param(sends(answer(b"")), id="no part"),
+        pytest.param(sends(answer(b"", b"not empty")), id="one other part"),
+        pytest.param(sends(answer(b"", b"\xc1" * 9, TIME)), id="no msgpack"),
+        pytest.param(sends(answer(b"", msgspec.msgpack.encode([1, 2]), TIME)), id="no handshake"),
+        pytest.param(sends(answer(b"", metadata(OTHER, agent_metadata="text"), TIME)), id="a name in no bytes"),
+        pytest.param(sends(answer(b"", metadata(OTHER, engine_id=5), TIME)), id="an engine id that is none"),
+        pytest.param(sends(answer(b"", b"\x81\xa1x" + b"\x91" * 100_000, TIME)), id="nested for ever"),
+        pytest.param(sends(answer(b"", b"\x81\xa4\xff\xff\xff\xff\x01", TIME)), id="a key that is no UTF-8"),
+        pytest.param(sends(GOOD.replace(b"\xa3abc", b"\xa3\xff\xff\xff")), id="a hash that is no UTF-8"),
     ],
 )  # fmt: skip
 def test_any_other_answer_gives_an_unknown_verdict(talk: Talk | None) -> None:
@@ -228,7 +228,7 @@ def test_invalid_ports_give_an_unknown_verdict(port: int) -> None:
 
 @pytest.mark.parametrize("name", ["", "\ud800"])
 def test_an_invalid_agent_name_gives_an_unknown_verdict(name: str) -> None:
-    with listening(says(GOOD)) as port:
+    with listening(sends(GOOD)) as port:
         assert ask(port, name=name) is Verdict.UNKNOWN
 
 
@@ -269,7 +269,7 @@ def test_every_address_of_a_name_must_refuse(monkeypatch: pytest.MonkeyPatch) ->
     with listening(None) as silent:
         offline(monkeypatch, lambda: addresses(refusing[0], silent))
         assert ask(1, host="p.example", timeout_s=TIMEOUT_S) is Verdict.UNKNOWN
-    with listening(says(GOOD)) as port:
+    with listening(sends(GOOD)) as port:
         offline(monkeypatch, lambda: addresses(refusing[0], port))
         assert ask(1, host="p.example") is Verdict.ALIVE
 
@@ -286,10 +286,10 @@ def test_a_probe_leaves_no_file_or_thread_open() -> None:
     def files() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    hostile_talk = says(b"\x02" + b"\x7f" * 8)
-    signed_talk = says(answer(b"", SIGNED, TIME))
+    hostile_talk = sends(b"\x02" + b"\x7f" * 8)
+    signed_talk = sends(answer(b"", SIGNED, TIME))
     with (
-        listening(says(GOOD)) as alive,
+        listening(sends(GOOD)) as alive,
         listening(signed_talk) as ours,
         listening(None) as silent,
         listening(hostile_talk) as hostile,
@@ -323,14 +323,14 @@ def probing() -> list[threading.Thread]:
 
 def test_verdicts_come_on_the_probers_thread(prober: Prober) -> None:
     assert probing() == []
-    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    verdicts: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def hear(key: int, verdict: Verdict) -> None:
-        heard.put((key, verdict, threading.current_thread().name))
+        verdicts.put((key, verdict, threading.current_thread().name))
 
     for key in range(3):
         prober.start(HOST, PORTS.take(), NAME, 0, partial(hear, key))
-    assert [heard.get(timeout=10) for _ in range(3)] == [(key, Verdict.ENDED, "layerpush-probe") for key in range(3)]
+    assert [verdicts.get(timeout=10) for _ in range(3)] == [(key, Verdict.ENDED, "layerpush-probe") for key in range(3)]
     (thread,) = probing()
     assert thread.daemon
 
@@ -340,7 +340,7 @@ class HeldProbe:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._let, self._probing = threading.Event(), threading.Event()
-        self.heard: list[tuple[int, Verdict]] = []
+        self.verdicts: list[tuple[int, Verdict]] = []
         self.let = self._let.set
         monkeypatch.setattr(probe_module, "probe", self._probe)
 
@@ -350,7 +350,7 @@ class HeldProbe:
         return Verdict.ENDED
 
     def _hear(self, key: int, verdict: Verdict) -> None:
-        self.heard.append((key, verdict))
+        self.verdicts.append((key, verdict))
 
     def start(self, prober: Prober, *keys: int) -> None:
         """Returns when one of these probes runs."""
@@ -365,9 +365,9 @@ def test_a_probe_beyond_the_queue_limit_gets_its_verdict_at_once(
     held = HeldProbe(monkeypatch)
     held.start(prober, -1)
     held.start(prober, *range(probe_module.MAX_PENDING + 1))
-    assert held.heard == [(probe_module.MAX_PENDING, Verdict.UNKNOWN)]
+    assert held.verdicts == [(probe_module.MAX_PENDING, Verdict.UNKNOWN)]
     held.let()
-    until(lambda: len(held.heard) == probe_module.MAX_PENDING + 2)
+    until(lambda: len(held.verdicts) == probe_module.MAX_PENDING + 2)
 
 
 def test_a_defect_costs_one_verdict_only(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,19 +380,19 @@ def test_a_defect_costs_one_verdict_only(prober: Prober, monkeypatch: pytest.Mon
         return one
 
     monkeypatch.setattr(probe_module, "probe", answered)
-    heard: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+    verdicts: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
     for _ in range(2):
-        prober.start(HOST, 1, NAME, 0, heard.put)
-    assert [heard.get(timeout=10) for _ in range(2)] == [Verdict.UNKNOWN, Verdict.ALIVE]
+        prober.start(HOST, 1, NAME, 0, verdicts.put)
+    assert [verdicts.get(timeout=10) for _ in range(2)] == [Verdict.UNKNOWN, Verdict.ALIVE]
 
 
 def test_a_closed_prober_starts_and_reports_nothing() -> None:
-    prober, heard = Prober(), []
+    prober, verdicts = Prober(), []
     prober.close()
     for _ in range(probe_module.MAX_PENDING + 2):
-        prober.start(HOST, 1, NAME, 0, heard.append)
+        prober.start(HOST, 1, NAME, 0, verdicts.append)
     assert probing() == []
-    assert heard == []
+    assert verdicts == []
 
 
 def test_close_drops_waiting_probes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,20 +401,20 @@ def test_close_drops_waiting_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     prober.close()
     held.let()
     until(lambda: not probing())
-    assert [key for key, _ in held.heard] == [0]
+    assert [key for key, _ in held.verdicts] == [0]
 
 
 def test_a_contact_is_nixls_description_of_the_agent() -> None:
-    with listening(says(GOOD)) as port:
+    with listening(sends(GOOD)) as port:
         assert contact_of(HOST, port, 0) == b"nixlSerDes|Agent$" + NAME.encode() + b"|"
-    with listening(says(answer(b"", b""))) as port:
+    with listening(sends(answer(b"", b""))) as port:
         assert contact_of(HOST, port, 0) is None
     assert contact_of(HOST, PORTS.take(), 0) is None
 
 
 def test_a_search_ends_with_the_contact_or_with_nothing(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
     found: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    with listening(says(GOOD)) as port:
+    with listening(sends(GOOD)) as port:
         prober.search(HOST, PORTS.take(), 0, found.put)
         prober.search(HOST, port, 0, found.put)
         assert found.get(timeout=PATIENCE_S).endswith(NAME.encode() + b"|")

@@ -119,7 +119,7 @@ class TwoHosts:
         self.pushes += rig.trace.records
         world.now = self.d.now()
         word = Completion(wanted.request_id, 1) if fails is None else Fail(wanted.request_id, 0, fails, True)
-        world.hears(word)
+        world.receives(word)
         self.loads[-1].clock_offset = measured
         if fails is None:
             times = {time: self.d.now() for time in ("t_told", "t_scheduled", "t_first_token")}

@@ -24,7 +24,7 @@ def answered(status: str, body: bytes = b"{}", *headers: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
-def told(reply: Reply) -> dict[str, Any]:
+def error_of(reply: Reply) -> dict[str, Any]:
     """The error that a client got, which names no engine's address."""
     body = reply.body.partition(b"data: ")[2].partition(b"\n")[0] if reply.status == 200 else reply.body
     error: dict[str, Any] = json.loads(body)["error"]
@@ -40,8 +40,8 @@ async def test_ds_own_words_stay_inside(stream: bool, fault: Fault, caplog: pyte
         here.d.faults.append(fault)
         reply = await here.post(stream=stream)
         assert reply.status == (429 if fault == "429" else 500)
-        assert told(reply)["code"] == reply.status
-        assert told(reply)["message"].startswith("the decode engine ")
+        assert error_of(reply)["code"] == reply.status
+        assert error_of(reply)["message"].startswith("the decode engine ")
         assert SECRET.encode() not in reply.body
         assert reply.headers.get("Retry-After") == ("1" if fault == "429" else None)
     assert any(SECRET in message and here.d.url in message for message in caplog.messages)
@@ -55,7 +55,7 @@ async def test_ps_own_words_stay_inside(caplog: pytest.LogCaptureFixture) -> Non
         reply = await here.post(stream=True)
         assert reply.status == 500
         message = "the prefill engine answered 500 to /v1/completions; the log of the proxy says more"
-        assert told(reply) == {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+        assert error_of(reply) == {"message": message, "type": "InternalServerError", "param": None, "code": 500}
     assert any(f"{here.p.url} answered 500 to /v1/completions: " in each and SECRET in each for each in caplog.messages)
 
 
@@ -67,7 +67,7 @@ async def test_errors_of_a_connection_name_no_address(role: str, fault: Fault) -
         (here.p if role == "prefill" else here.d).faults.append(fault)
         reply = await here.post()
         assert reply.status == 502
-        assert told(reply)["message"] == f"the {role} engine broke the connection; the log of the proxy says more"
+        assert error_of(reply)["message"] == f"the {role} engine broke the connection; the log of the proxy says more"
 
 
 @asynchronous
@@ -75,7 +75,7 @@ async def test_the_error_for_an_engine_that_is_down_names_no_address() -> None:
     async with world() as here:
         await here.d.stop()
         message = "the decode engine cannot be connected to; the log of the proxy says more"
-        assert told(await here.post())["message"] == message
+        assert error_of(await here.post())["message"] == message
 
 
 @asynchronous
@@ -84,7 +84,7 @@ async def test_a_restarted_p_is_not_named() -> None:
         await here.introduce()
         await here.p.restart("p0-reborn")
         reply = await here.post()
-        assert told(reply)["message"] == "the prefill engine has restarted; the log of the proxy says more"
+        assert error_of(reply)["message"] == "the prefill engine has restarted; the log of the proxy says more"
 
 
 @pytest.mark.parametrize("status", ["999 Odd", "600 Odd", "204 No Content", "299 Odd", "304 Not Modified", "599 Odd"])
@@ -94,7 +94,7 @@ async def test_an_odd_status_is_a_failure(status: str, capfd: pytest.CaptureFixt
         here.d.raw = answered(status, b"")
         reply = await here.post()
         assert reply.status == 502
-        assert f"the decode engine answered {status[:3]} to /v1/completions" in told(reply)["message"]
+        assert f"the decode engine answered {status[:3]} to /v1/completions" in error_of(reply)["message"]
     assert "Unhandled exception" not in capfd.readouterr().err
 
 
@@ -114,7 +114,7 @@ async def test_garbled_bytes_reach_neither_the_client_nor_the_log(raw: bytes, ca
         here.d.raw = raw
         reply = await here.post()
         assert reply.status == 502
-        assert told(reply)["message"] == "the decode engine broke the connection; the log of the proxy says more"
+        assert error_of(reply)["message"] == "the decode engine broke the connection; the log of the proxy says more"
     assert caplog.messages
     for message in caplog.messages:
         assert len(message) < 2 * MESSAGE_CHARS
@@ -222,7 +222,7 @@ async def test_a_large_error_or_answer_of_p_is_a_failure(role: str, monkeypatch:
         stub.raw = answered("200 OK" if role == "prefill" else "400 Bad", b"a" * 1001)
         reply = await here.post()
         assert reply.status == 502
-        assert told(reply)["message"] == f"the {role} engine sent an answer of more than 1000 bytes"
+        assert error_of(reply)["message"] == f"the {role} engine sent an answer of more than 1000 bytes"
 
 
 @asynchronous
