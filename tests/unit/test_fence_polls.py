@@ -11,7 +11,7 @@ from layerpush.core.push_mode import PushMode
 from layerpush.core.step_plan import StepPlan
 from layerpush.prefill import step_events
 from layerpush.prefill.layer_interval import FENCE_POLL_S
-from tests.unit.writer_rig import Prompt, Rig
+from tests.unit.both_sides.scripted import ScriptedRequest, ScriptedWorld
 
 LAYERS, TOKENS = 12, 22
 
@@ -49,22 +49,22 @@ def test_fences_are_found_in_time_with_few_polls(
     gpu = Gpu(layer_s)
     monkeypatch.setattr(time, "perf_counter", lambda: gpu.now)
     monkeypatch.setattr(step_events, "perf_counter", lambda: gpu.now)
-    rig = Rig(layers=LAYERS, mode=PushMode.LAYER if by_layer else PushMode.CHUNK)
-    rig.capture._fences = gpu
-    prompt = Prompt("p-1", TOKENS, list(range(1, 9)))
-    rig.registers(prompt)
-    rig.capture.arm(StepPlan((prompt.chunk(TOKENS),)))
+    world = ScriptedWorld(layers=LAYERS, mode=PushMode.LAYER if by_layer else PushMode.CHUNK)
+    world.capture._fences = gpu
+    prompt = ScriptedRequest("p-1", TOKENS, list(range(1, 9)))
+    world.registers(prompt)
+    world.capture.arm(StepPlan((prompt.chunk(TOKENS),)))
     for layer in range(LAYERS):
-        rig.capture.layer_saved(f"layers.{layer}")
+        world.capture.layer_saved(f"layers.{layer}")
 
     found: list[float] = []
     polls = 0
     while len(found) < LAYERS:
-        rig.writer.turn()
+        world.turn()
         polls += 1
-        found += [gpu.now] * (len(rig.writer._step_layers) - len(found))
-        assert rig.sleep_s is not None
-        gpu.now += rig.sleep_s
+        found += [gpu.now] * (len(world.writer._step_layers) - len(found))
+        assert world.sleep_s is not None
+        gpu.now += world.sleep_s
     late = [at - due for at, due in zip(found, gpu.due, strict=True)]
     if by_layer:
         assert max(late) <= FENCE_POLL_S + 1e-9

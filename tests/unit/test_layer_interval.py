@@ -8,7 +8,7 @@ from layerpush.core.push_mode import PushMode
 from layerpush.prefill.layer_interval import LONGEST_S, POLLS_APART, SHORTEST_S, LayerInterval
 from layerpush.prefill.pushes import WRITE_POLL_S
 from tests.support.fake_transport import Faults
-from tests.unit.writer_rig import Prompt, Rig
+from tests.unit.both_sides.scripted import ScriptedRequest, ScriptedWorld
 
 NEVER = 10**6
 LAYER_S = 2e-3
@@ -49,46 +49,46 @@ def test_the_interval_adapts_to_shorter_steps() -> None:
 
 def test_the_writer_uses_the_interval_between_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer hurries before the step, after its last layer, and when a WRITE of another prompt may end."""
-    monkeypatch.setattr("layerpush.prefill.layer_interval.SHORTEST_S", LONGEST_S)  # the rig's layers take no time
-    rig = Rig(Faults(hold_writes={0: NEVER}))
-    prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
-    rig.registers(prompt, decoder)
+    monkeypatch.setattr("layerpush.prefill.layer_interval.SHORTEST_S", LONGEST_S)  # the world's layers take no time
+    world = ScriptedWorld(Faults(hold_writes={0: NEVER}))
+    prompt, decoder = ScriptedRequest("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), world.decoder("D")
+    world.registers(prompt, decoder)
     seen: list[bool] = []
 
     def polls_layers() -> bool:
-        assert rig.sleep_s is not None
-        return rig.writer.polls_layers
+        assert world.sleep_s is not None
+        return world.writer.polls_layers
 
-    rig.step((prompt, 4), between=lambda: seen.append(polls_layers()))
+    world.step((prompt, 4), between=lambda: seen.append(polls_layers()))
     assert not seen[0], "no interval is known"
     assert all(seen[1:-1])
     assert not seen[-1], "no layer to wait for"
-    assert rig.sleep_s == WRITE_POLL_S
+    assert world.sleep_s == WRITE_POLL_S
 
     patience: list[float | None] = []
     keeps: list[bool] = []
 
     def look() -> None:
-        patience.append(rig.sleep_s)
-        keeps.append(rig.writer.polls_layers)
+        patience.append(world.sleep_s)
+        keeps.append(world.writer.polls_layers)
 
-    rig.step((prompt, 18), between=look)
+    world.step((prompt, 18), between=look)
     assert patience == [LONGEST_S] * (len(patience) - 1) + [WRITE_POLL_S]
     assert keeps == [True] * (len(keeps) - 1) + [False]
 
-    other = Prompt("p-2", 8, [30, 31])
-    rig.host.pending[other.name] = rig.asks(other, decoder, 20)
+    other = ScriptedRequest("p-2", 8, [30, 31])
+    world.registers(other, decoder, first=20)
     hurried: list[float | None] = []
-    rig.step((other, 8), between=lambda: hurried.append(rig.sleep_s))
+    world.step((other, 8), between=lambda: hurried.append(world.sleep_s))
     assert set(hurried) == {WRITE_POLL_S}, "the first prompt's WRITE is still on the wire"
 
 
 def test_by_chunk_the_writer_uses_the_longest_interval() -> None:
-    rig = Rig(mode=PushMode.CHUNK)
-    prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
-    rig.registers(prompt, decoder)
+    world = ScriptedWorld(mode=PushMode.CHUNK)
+    prompt, decoder = ScriptedRequest("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), world.decoder("D")
+    world.registers(prompt, decoder)
     seen: list[float | None] = []
-    rig.step((prompt, 22), between=lambda: seen.append(rig.sleep_s))
+    world.step((prompt, 22), between=lambda: seen.append(world.sleep_s))
     assert seen == [LONGEST_S] * (len(seen) - 1) + [WRITE_POLL_S], "after the last layer there is a WRITE"
 
 

@@ -34,7 +34,8 @@ from layerpush.transport.transfer import Transfer
 from layerpush.transport.writes import Writes
 from tests.support.fake_transport import Faults
 from tests.support.measured import measured
-from tests.unit.writer_rig import Prompt, Rig
+from tests.unit.both_sides.process import BLOCK_BYTES
+from tests.unit.both_sides.scripted import ScriptedRequest, ScriptedWorld
 
 TOKENS = 22  # five full blocks of four and a partly filled one
 ENGINE_FALLBACK = "the model has Mamba layers"
@@ -46,17 +47,18 @@ class Metered:
     def __init__(self, faults: Faults | None = None, registered: bool = True, mode: PushMode = PushMode.LAYER) -> None:
         self.recorder = Recorder()
         meter = PushMeter(self.recorder, engine_fallback=None)
-        self.rig, self.prompt = Rig(faults, mode=mode, meter=meter), Prompt("p-1", TOKENS, list(range(1, 9)))
-        self.wanted = self.rig.asks(self.prompt, self.rig.decoder())
+        self.world = ScriptedWorld(faults, mode=mode, meter=meter)
+        self.prompt = ScriptedRequest("p-1", TOKENS, list(range(1, 9)))
+        self.wanted = self.world.asks(self.prompt, self.world.decoder())
         if registered:
-            self.rig.host.pending[self.prompt.name] = self.wanted
+            self.world.send(self.wanted)
 
     def run(self) -> MetricDelta:
         for tokens in (9, 9, 9):
-            self.rig.step((self.prompt, tokens))
-            self.rig.settle()
-        self.rig.finish(self.prompt)
-        self.rig.settle()
+            self.world.step((self.prompt, tokens))
+            self.world.settle()
+        self.world.finish(self.prompt)
+        self.world.settle()
         return measured(self.recorder)
 
 
@@ -66,20 +68,23 @@ def pushes(delta: MetricDelta) -> dict[str, int]:
 
 def test_a_layerwise_push_is_counted_with_its_writes_and_times() -> None:
     metered = Metered()
-    delta, layers = metered.run(), metered.rig.layers
+    delta, layers = metered.run(), metered.world.layers
     assert pushes(delta) == {"layerwise": 1}
     assert delta.counters[LAYERS_READY.key] == {"hooked": 3 * layers}
     assert FALLBACKS.key not in delta.counters
-    writes = metered.rig.trace.records[0].writes
-    assert delta.observed(WRITE_BYTES).total == sum(write.bytes for write in writes) == layers * 6 * 16
+    writes = metered.world.trace.records[0].writes
+    assert delta.observed(WRITE_BYTES).total == sum(write.bytes for write in writes) == layers * 6 * BLOCK_BYTES
     assert delta.observed(WRITE_DESCRIPTORS).total == sum(write.descriptors for write in writes)
     assert delta.observed(WRITE_LAYERS).count == len(writes)
     assert delta.counters[WRITES.key] == {"direct": len(writes)}
     assert delta.observed(WRITE_LAYERS).total == 3 * layers
     assert (delta.observed(EXPOSED).count, delta.observed(TRANSFER).count) == (1, 1)
     assert 0 < delta.observed(TRANSFER).total < 10
-    ((written, transfer_s),) = filter(None, metered.rig.host.transfers)
-    assert (written.bytes, written.descriptors) == (layers * 6 * 16, sum(write.descriptors for write in writes))
+    ((written, transfer_s),) = filter(None, metered.world.rank.transfer_stats.pushes)
+    assert (written.bytes, written.descriptors) == (
+        layers * 6 * BLOCK_BYTES,
+        sum(write.descriptors for write in writes),
+    )
     assert written.post_s == pytest.approx(sum(write.t_posted - write.t_post for write in writes))
     assert transfer_s == delta.observed(TRANSFER).total
 
@@ -87,11 +92,11 @@ def test_a_layerwise_push_is_counted_with_its_writes_and_times() -> None:
 def test_a_late_registration_has_its_own_fallback_label() -> None:
     metered = Metered(registered=False)
     for tokens in (9, 9, 9):
-        metered.rig.step((metered.prompt, tokens))
-    metered.rig.finish(metered.prompt)
+        metered.world.step((metered.prompt, tokens))
+    metered.world.finish(metered.prompt)
     assert measured(metered.recorder).is_empty, "no push has ended"
-    metered.rig.writer.register(metered.prompt.name, metered.wanted)
-    metered.rig.settle()
+    metered.world.send(metered.wanted)
+    metered.world.settle()
     delta = measured(metered.recorder)
     assert pushes(delta) == {"late_registration": 1}
     assert delta.counters[FALLBACKS.key] == {"late_registration": 1}
@@ -99,17 +104,17 @@ def test_a_late_registration_has_its_own_fallback_label() -> None:
     assert delta.counters[WRITES.key] == {"direct": 1}
     assert delta.observed(WRITE_LAYERS).count == 0, "the layers of a whole WRITE are not known"
     assert delta.observed(EXPOSED).count == 1
-    assert metered.rig.host.transfers == [], "vLLM counts its own WRITE"
+    assert metered.world.rank.transfer_stats.pushes == [], "vLLM counts its own WRITE"
 
 
 def test_an_unclaimed_push_is_no_failed_transfer() -> None:
     metered = Metered(registered=False)
-    metered.rig.step((metered.prompt, 27))
-    metered.rig.finish(metered.prompt)
-    metered.rig.expire(metered.prompt)
-    metered.rig.settle()
+    metered.world.step((metered.prompt, 27))
+    metered.world.finish(metered.prompt)
+    metered.world.expire(metered.prompt)
+    metered.world.settle()
     assert pushes(measured(metered.recorder)) == {"unclaimed": 1}
-    assert metered.rig.host.transfers == []
+    assert metered.world.rank.transfer_stats.pushes == []
 
 
 def test_the_wait_for_a_late_registration_is_exposed_time() -> None:
@@ -142,20 +147,20 @@ def test_a_failed_write_and_its_failed_push_are_counted(faults: Faults) -> None:
     metered = Metered(faults)
     delta = metered.run()
     assert pushes(delta) == {"failed": 1}
-    assert metered.rig.host.transfers == [None]
+    assert metered.world.rank.transfer_stats.pushes == [None]
     assert delta.counted(FAILED_WRITES) == 1
     assert delta.observed(EXPOSED).count == delta.observed(TRANSFER).count == 0
 
 
 def test_an_aborted_push_counts_as_cancelled() -> None:
     metered = Metered()
-    metered.rig.step((metered.prompt, 9))
-    assert metered.rig.writer.active == len(metered.rig.writer) == 1
-    metered.rig.abort(metered.prompt)
-    metered.rig.settle()
+    metered.world.step((metered.prompt, 9))
+    assert metered.world.writer.active == len(metered.world.writer) == 1
+    metered.world.abort(metered.prompt)
+    metered.world.settle()
     assert pushes(measured(metered.recorder)) == {"cancelled": 1}
-    assert metered.rig.host.transfers == []
-    assert metered.rig.writer.active == 0
+    assert metered.world.rank.transfer_stats.pushes == []
+    assert metered.world.writer.active == 0
 
 
 @pytest.mark.parametrize("faults", [Faults(), Faults(fail_writes={1})], ids=["completed", "failed"])
@@ -163,16 +168,16 @@ def test_a_push_is_counted_once_and_before_its_release(faults: Faults) -> None:
     """The engine may stop stepping then, and so its reports."""
     metered = Metered(faults)
     seen: list[tuple[int, int]] = []
-    report_sent = metered.rig.host.report_sent
+    report_sent = metered.world.rank.report_sent
 
     def released(request_id: str) -> None:
-        seen.append((measured(metered.recorder).counted(PUSHES), metered.rig.writer.active))
+        seen.append((measured(metered.recorder).counted(PUSHES), metered.world.writer.active))
         report_sent(request_id)
 
-    metered.rig.host.report_sent = released  # type: ignore[method-assign]
+    metered.world.rank.report_sent = released  # type: ignore[method-assign]
     assert pushes(metered.run()) == {}
     assert seen == [(1, 0)]
-    assert metered.rig.totals.outcomes.total() == 1
+    assert metered.world.totals.outcomes.total() == 1
 
 
 def record(outcome: str, mode: str, fallback: str | None = None, *, registered: bool = False) -> PushRecord:
@@ -213,8 +218,8 @@ def test_every_end_has_its_label(push: PushRecord, outcome: str, reason: str | N
     assert reason is None or reason in FALLBACKS.values
 
 
-def push_of(rig: Rig | None = None) -> Push:
-    writer = (rig or Rig()).writer
+def push_of(world: ScriptedWorld | None = None) -> Push:
+    writer = (world or ScriptedWorld()).writer
     session = PushSession("p", (0,), (16,), PushMode.LAYER)
     return Push(session, record("pending", "layer"), writer.registry, writer._services)
 
@@ -240,13 +245,13 @@ def test_exposed_time_is_unknown_without_a_start_time() -> None:
     ],
 )
 def test_transfer_time_counts_overlapping_writes_once(moves: str, seconds: float) -> None:
-    rig = Rig()
-    push = push_of(rig)
+    world = ScriptedWorld()
+    push = push_of(world)
     acts: dict[str, Callable[[float], None]] = {"post": push.note_busy, "end": push.note_idle}
     for move in moves.split():
         name, at = move[:-1], float(move[-1])
         if name == "post":
-            push.transfers.append(Transfer(rig.p, WriteRecord(0, (0, 0), (0, 0), 0, 0, 0.0, 0.0), None))
+            push.transfers.append(Transfer(world.p, WriteRecord(0, (0, 0), (0, 0), 0, 0, 0.0, 0.0), None))
         elif push.transfers:
             push.transfers.pop()
         acts[name](at)

@@ -14,24 +14,31 @@ from layerpush.prefill.pushes import WRITE_POLL_S
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.step_schedule import StepSchedule
 from layerpush.transport.link_speed import LinkSpeed, Terms
-from tests.unit.writer_rig import BLOCK_SIZE, Prompt, Rig
+from tests.unit.both_sides.process import BLOCK_SIZE, Process
+from tests.unit.both_sides.scripted import ScriptedRequest, ScriptedWorld
 
 LAYERS, TOKENS = 12, 22
 
 
-def rig_with(layer_s: float | None, byte_s: float | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Rig, Prompt]:
+def world_with(
+    layer_s: float | None, byte_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> tuple[ScriptedWorld, ScriptedRequest]:
     """A writer with these estimates for layers and links; None: it has no estimate."""
     monkeypatch.setattr(LayerInterval, "layer_s", layer_s)
     monkeypatch.setattr(LinkSpeed, "is_known", byte_s is not None)
     monkeypatch.setattr(LinkSpeed, "line", (0.0, byte_s or 0.0))
     monkeypatch.setattr(LinkSpeed, "proven_bytes", math.inf)
     monkeypatch.setattr(LinkSpeed, "slowdown", lambda *_: 1.0)
-    return Rig(layers=LAYERS, mode=PushMode.AUTO), Prompt("p-1", TOKENS, list(range(1, 9)), PushMode.AUTO)
+    return ScriptedWorld(layers=LAYERS, mode=PushMode.AUTO), prompt_of("p-1", 1)
 
 
-def written(rig: Rig) -> list[tuple[int, int]]:
+def prompt_of(name: str, first: int) -> ScriptedRequest:
+    return ScriptedRequest(name, TOKENS, list(range(first, first + 8)), PushMode.AUTO)
+
+
+def written(world: ScriptedWorld) -> list[tuple[int, int]]:
     """The layers of each WRITE."""
-    return [write.layers for record in rig.trace.records for write in record.writes]
+    return [write.layers for record in world.trace.records for write in record.writes]
 
 
 @pytest.mark.parametrize(
@@ -48,89 +55,89 @@ def written(rig: Rig) -> list[tuple[int, int]]:
 def test_the_rule_decides_which_layers_share_a_write(
     layer_s: float | None, byte_s: float | None, layers: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, prompt = rig_with(layer_s, byte_s, monkeypatch)
-    wanted = rig.registers(prompt)
-    rig.step((prompt, TOKENS), between=rig.settle)
-    rig.settle()
-    rig.finish(prompt)
-    assert written(rig) == layers
-    rig.assert_delivered(prompt, wanted)
-    rig.assert_clean()
+    world, prompt = world_with(layer_s, byte_s, monkeypatch)
+    wanted = world.registers(prompt)
+    world.step((prompt, TOKENS), between=world.settle)
+    world.settle()
+    world.finish(prompt)
+    assert written(world) == layers
+    world.assert_delivered(prompt, wanted)
+    world.assert_clean()
 
 
 def test_a_chunk_before_the_last_goes_in_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, prompt = rig_with(1000.0, 1e-9, monkeypatch)
-    wanted = rig.registers(prompt)
-    rig.step((prompt, 9), between=rig.settle)
-    rig.step((prompt, 13), between=rig.settle)
-    rig.settle()
-    rig.finish(prompt)
-    assert written(rig) == [(0, 0), (1, 11), (0, 9), (10, 10), (11, 11)]
-    rig.assert_delivered(prompt, wanted)
-    rig.assert_clean()
+    world, prompt = world_with(1000.0, 1e-9, monkeypatch)
+    wanted = world.registers(prompt)
+    world.step((prompt, 9), between=world.settle)
+    world.step((prompt, 13), between=world.settle)
+    world.settle()
+    world.finish(prompt)
+    assert written(world) == [(0, 0), (1, 11), (0, 9), (10, 10), (11, 11)]
+    world.assert_delivered(prompt, wanted)
+    world.assert_clean()
 
 
 def test_layers_are_posted_before_their_write_exceeds_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, prompt = rig_with(1000.0, 1e-9, monkeypatch)
-    monkeypatch.setattr(LinkSpeed, "proven_bytes", 4 * rig.layout.layer_bytes[0] * -(-TOKENS // BLOCK_SIZE))
-    rig.registers(prompt)
-    rig.step((prompt, TOKENS), between=rig.settle)
-    rig.settle()
-    rig.finish(prompt)
-    assert written(rig) == [(0, 0), (1, 4), (5, 8), (9, 9), (10, 10), (11, 11)]
+    world, prompt = world_with(1000.0, 1e-9, monkeypatch)
+    monkeypatch.setattr(LinkSpeed, "proven_bytes", 4 * world.rank.layout.layer_bytes[0] * -(-TOKENS // BLOCK_SIZE))
+    world.registers(prompt)
+    world.step((prompt, TOKENS), between=world.settle)
+    world.settle()
+    world.finish(prompt)
+    assert written(world) == [(0, 0), (1, 4), (5, 8), (9, 9), (10, 10), (11, 11)]
 
 
 def test_each_prompt_of_a_step_has_a_write_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, prompt = rig_with(1.0, 1e-9, monkeypatch)
+    world, prompt = world_with(1.0, 1e-9, monkeypatch)
     monkeypatch.setattr(LinkSpeed, "line", (2.0, 1e-9))
-    other = Prompt("p-2", TOKENS, list(range(20, 28)), PushMode.AUTO)
+    other = ScriptedRequest("p-2", TOKENS, list(range(20, 28)), PushMode.AUTO)
     for each in (prompt, other):
-        rig.registers(each)
-    rig.step((prompt, TOKENS), (other, TOKENS), between=rig.settle)
-    rig.settle()
+        world.registers(each)
+    world.step((prompt, TOKENS), (other, TOKENS), between=world.settle)
+    world.settle()
     for each in (prompt, other):
-        rig.finish(each)
-    assert written(rig)[:4] == [(0, 0), (1, 5), (6, 6), (7, 7)], "4 seconds before layer 10 is ready"
+        world.finish(each)
+    assert written(world)[:4] == [(0, 0), (1, 5), (6, 6), (7, 7)], "4 seconds before layer 10 is ready"
 
 
 def test_the_writer_sleeps_half_of_the_time_until_layers_must_be_posted(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
-    rig.registers(prompt)
+    world, prompt = world_with(10.0, 1e-9, monkeypatch)
+    world.registers(prompt)
     timeouts: list[float] = []
 
     def between() -> None:
-        rig.settle()
-        if rig.sleep_s is not None:
-            timeouts.append(rig.sleep_s)
+        world.settle()
+        if world.sleep_s is not None:
+            timeouts.append(world.sleep_s)
 
-    rig.step((prompt, TOKENS), between=between)
+    world.step((prompt, TOKENS), between=between)
     assert max(timeouts) == pytest.approx(40, abs=5), "layer 11 of 12 is ready after 80 s, seen from layer 2 or 3"
     assert min(timeouts) < 10, "then for each layer"
 
 
 def test_the_writer_polls_a_write_while_no_layer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a WRITE never seems to land earlier than the next layer, and layers never wait."""
-    rig, prompt = rig_with(1.0, 1.0, monkeypatch)
-    rig.fabric.faults.hold_writes.update(dict.fromkeys(range(LAYERS), 1000))
+    world, prompt = world_with(1.0, 1.0, monkeypatch)
+    world.fabric.faults.hold_writes.update(dict.fromkeys(range(LAYERS), 1000))
     monkeypatch.setattr(StepSchedule, "next_due", lambda *_: 0.0)
-    rig.registers(prompt)
+    world.registers(prompt)
     timeouts: list[float | None] = []
-    rig.step((prompt, TOKENS), between=lambda: timeouts.append(rig.sleep_s))
+    world.step((prompt, TOKENS), between=lambda: timeouts.append(world.sleep_s))
     assert timeouts[: LAYERS - 1] == [WRITE_POLL_S] * (LAYERS - 1)
 
 
 def test_a_link_keeps_the_time_of_the_last_poll_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its post, and after each later poll."""
-    rig, prompt = rig_with(None, 1.0, monkeypatch)
-    rig.fabric.faults.hold_writes.update({0: 0, 1: 2, 2: 5})
+    world, prompt = world_with(None, 1.0, monkeypatch)
+    world.fabric.faults.hold_writes.update({0: 0, 1: 2, 2: 5})
     seen: list[float] = []
     monkeypatch.setattr(LinkSpeed, "write_ended", lambda *_, **end: seen.append(end["seen"]))
-    rig.registers(prompt)
+    world.registers(prompt)
     polled: list[float] = []
-    rig.step((prompt, TOKENS), between=lambda: polled.append(time.perf_counter()))
-    rig.settle()
-    rig.finish(prompt)
-    first, second = rig.trace.records[0].writes[:2]
+    world.step((prompt, TOKENS), between=lambda: polled.append(time.perf_counter()))
+    world.settle()
+    world.finish(prompt)
+    first, second = world.trace.records[0].writes[:2]
     assert seen[0] == first.t_posted
     assert second.t_landed is not None
     assert polled[2] < seen[1] < polled[3] < second.t_landed
@@ -138,54 +145,56 @@ def test_a_link_keeps_the_time_of_the_last_poll_in_flight(monkeypatch: pytest.Mo
 
 def test_the_writer_polls_fences_while_layers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing wakes it for a fence, and a step's last layer may come much earlier than expected."""
-    rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
-    rig.registers(prompt)
+    world, prompt = world_with(10.0, 1e-9, monkeypatch)
+    world.registers(prompt)
     timeouts: list[float | None] = []
     monkeypatch.setattr(StepEvents, "has_fences", True)
 
     def between() -> None:
-        rig.settle()
-        timeouts.append(rig.sleep_s)
+        world.settle()
+        timeouts.append(world.sleep_s)
 
-    rig.step((prompt, TOKENS), between=between)
+    world.step((prompt, TOKENS), between=between)
     assert max(timeout for timeout in timeouts if timeout is not None) == LONGEST_S
 
 
 def test_the_writer_polls_the_first_fences_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step before may have had much slower layers."""
-    rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
-    rig.registers(prompt)
-    rig.decoders["D"].link.speed.last_landed = math.inf
+    world, prompt = world_with(10.0, 1e-9, monkeypatch)
+    world.registers(prompt)
+    world.rank.peers["D"].speed.last_landed = math.inf
     monkeypatch.setattr(StepEvents, "pending", True)
     timeouts: list[float | None] = []
-    rig.step((prompt, TOKENS), between=lambda: timeouts.append(rig.sleep_s))
+    world.step((prompt, TOKENS), between=lambda: timeouts.append(world.sleep_s))
     assert timeouts[0] == FENCE_POLL_S
 
 
 def test_layers_do_not_wait_for_layers_without_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers without a hook are ready at the end of the step; the first step shows them."""
-    rig, prompt = rig_with(1000.0, 1e-9, monkeypatch)
-    wanted = rig.registers(prompt)
+    world, prompt = world_with(1000.0, 1e-9, monkeypatch)
+    wanted = world.registers(prompt)
     for tokens in (9, 13):
-        rig.step((prompt, tokens), hooked=range(6), between=rig.settle)
-    rig.settle()
-    rig.finish(prompt)
-    assert (5, 5) in written(rig), "the last hooked layer leaves alone, as the last layer of a step does"
-    rig.assert_delivered(prompt, wanted)
+        world.step((prompt, tokens), hooked=range(6), between=world.settle)
+    world.settle()
+    world.finish(prompt)
+    assert (5, 5) in written(world), "the last hooked layer leaves alone, as the last layer of a step does"
+    world.assert_delivered(prompt, wanted)
 
 
 def test_the_writer_turns_at_once_if_a_push_begins_to_stream_after_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
-    rig.registers(prompt)
-    rig.host.links["D"] = [None]
+    world, prompt = world_with(10.0, 1e-9, monkeypatch)
+    decoder = world.decoder(connected=False)
+    decoder.frozen = True
+    world.registers(prompt, decoder)
     timeouts: list[float | None] = []
 
     def between() -> None:
         if not timeouts:
-            rig.host.connecting["p-1"](None, 0.0)
-        timeouts.append(rig.sleep_s)
+            decoder.frozen = False
+            Process.turn(world.rank)  # the handshake ends, and the writer has no turn yet
+        timeouts.append(world.sleep_s)
 
-    rig.step((prompt, TOKENS), between=between)
+    world.step((prompt, TOKENS), between=between)
     assert timeouts[0] == 0.0
     assert 0.0 not in timeouts[1:]
 
@@ -207,29 +216,31 @@ def test_a_write_is_polled_early_and_then_less_often(
 def test_the_writer_polls_for_registrations_while_other_layers_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
-    rig.registers(prompt)
+    world, prompt = world_with(10.0, 1e-9, monkeypatch)
+    world.registers(prompt)
     waits: list[bool] = []
 
     def between() -> None:
-        rig.settle()
-        waits.append(rig.writer.awaits_message)
+        world.settle()
+        waits.append(world.writer.awaits_message)
 
-    rig.step((prompt, TOKENS), (Prompt("p-2", TOKENS, list(range(20, 28)), PushMode.AUTO), TOKENS), between=between)
+    world.step(
+        (prompt, TOKENS), (ScriptedRequest("p-2", TOKENS, list(range(20, 28)), PushMode.AUTO), TOKENS), between=between
+    )
     assert all(waits)
 
 
 def test_layers_that_waited_leave_in_time_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, prompt = rig_with(1000.0, 1e-9, monkeypatch)
-    rig.registers(prompt)
-    rig.capture.arm(StepPlan((prompt.chunk(TOKENS),)))
+    world, prompt = world_with(1000.0, 1e-9, monkeypatch)
+    world.registers(prompt)
+    world.capture.arm(StepPlan((prompt.chunk(TOKENS),)))
     for layer in range(4):
-        rig.capture.layer_saved(f"layers.{layer}")
-        rig.writer.turn()
-        rig.settle()
-    before = len(rig.fabric.writes)
-    rig.writer.turn()
-    assert len(rig.fabric.writes) == before, "layers wait"
+        world.capture.layer_saved(f"layers.{layer}")
+        world.turn()
+        world.settle()
+    before = len(world.fabric.writes)
+    world.turn()
+    assert len(world.fabric.writes) == before, "layers wait"
     monkeypatch.setattr(StepSchedule, "waits", lambda *_: False)
-    rig.writer.turn()
-    assert len(rig.fabric.writes) == before + 1
+    world.turn()
+    assert len(world.fabric.writes) == before + 1

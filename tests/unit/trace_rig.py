@@ -19,9 +19,9 @@ from layerpush.telemetry.trace_records import (
     PushRecord,
     Record,
 )
+from tests.unit.both_sides.scripted import ScriptedRequest, ScriptedWorld
 from tests.unit.test_loads import EXTRA, World
 from tests.unit.test_loads import P as P_ADDRESS
-from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 16
 WALL = 1_700_000_000.0
@@ -104,19 +104,19 @@ class TwoHosts:
 
     def play(self, name: str = "p-1", measured: float | None = None, fails: str | None = None) -> None:
         """D registers, P prefills two chunks and pushes them layer by layer, D gets the completion or the failure."""
-        rig, world = Rig(), World()
+        pushing, world = ScriptedWorld(), World()
         world.engine.records = self.loads
-        prompt = Prompt(name, TOKENS, list(range(1, 9)))
-        wanted = rig.host.pending[name] = rig.asks(prompt, rig.decoder())
+        prompt = ScriptedRequest(name, TOKENS, list(range(1, 9)))
+        wanted = pushing.registers(prompt, pushing.decoder())
         world.engine.known.add(wanted.request_id)
         world.now = self.d.now()
         world.loads.register(wanted, P_ADDRESS, EXTRA, world.now)
         world.settle()
         for _ in range(2):
-            rig.step((prompt, TOKENS // 2))
-        rig.settle()
-        rig.finish(prompt)
-        self.pushes += rig.trace.records
+            pushing.step((prompt, TOKENS // 2))
+        pushing.settle()
+        pushing.finish(prompt)
+        self.pushes += pushing.trace.records
         world.now = self.d.now()
         word = Completion(wanted.request_id, 1) if fails is None else Fail(wanted.request_id, 0, fails, True)
         world.receives(word)

@@ -17,9 +17,9 @@ from tests.unit.both_sides.mutants import Mutant, Patch
 MUTANTS: list[Mutant] = []
 
 
-def _add(**fault_rates: float) -> Any:
+def _add(seed: int = 0, **fault_rates: float) -> Any:
     def add(remove: Any) -> Any:
-        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, fault_rates))
+        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, fault_rates, seed))
         return remove
 
     return add
@@ -37,7 +37,7 @@ def an_answer_to_an_earlier_attempt_counts(patch: Patch) -> None:
     patch.setattr(Load, "on_message", on_message)
 
 
-@_add(drop=0.0, duplicate=0.5, reorder=0.5, delay=0.8)
+@_add(seed=71, drop=0.0, duplicate=0.5, reorder=0.5, delay=0.8)
 def an_equal_attempt_opens_a_claim_that_was_taken_back(patch: Patch) -> None:
     plain = Claim._on_registered
 
@@ -66,7 +66,7 @@ def a_claim_that_was_taken_back_waits_on(patch: Patch) -> None:
     patch.setitem(Claim.HANDLERS, claim_protocol.Withdrawn, on_withdrawn)  # type: ignore[arg-type]
 
 
-@_add()
+@_add(seed=11)
 def one_rank_speaks_for_all(patch: Patch) -> None:
     plain = LoadSession._on_unregistered
 

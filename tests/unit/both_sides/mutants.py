@@ -32,19 +32,26 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Mutant:
-    """``fault_rates`` with which the guard matters most."""
+    """``fault_rates`` with which the guard matters most. Storms from ``seed`` on find it first; another seed may be
+    better after a change of the product.
+    """
 
     name: str
     remove: Callable[[Patch], None]
     fault_rates: dict[str, Any]
+    seed: int = 0
+
+    def seeds(self, count: int) -> list[int]:
+        """All ``count`` seeds, from ``seed`` on."""
+        return [*range(self.seed, count), *range(self.seed)]
 
 
 MUTANTS: list[Mutant] = []
 
 
-def mutant(**fault_rates: Any) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+def mutant(seed: int = 0, **fault_rates: Any) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
     def add(remove: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, fault_rates))
+        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, fault_rates, seed))
         return remove
 
     return add
@@ -84,7 +91,7 @@ def a_silent_agent_is_taken_for_dead(patch: Patch) -> None:
     _leaving(patch, lambda _, event: isinstance(event, awaited.AgentSilent))
 
 
-@mutant()
+@mutant(seed=27)
 def a_failure_is_taken_for_drained(patch: Patch) -> None:
     _leaving(patch, lambda _, event: isinstance(event, awaited.AgentFailed))
 
@@ -99,7 +106,7 @@ def one_completion_is_enough(patch: Patch) -> None:
     patch.setattr(LoadSession, "_complete", property(lambda self: self.landed > 0))
 
 
-@mutant(hold_writes=0.8)
+@mutant(seed=27, hold_writes=0.8)
 def patience_frees_the_blocks(patch: Patch) -> None:
     """The blocks are given back instead of parked."""
     patch.setattr("tests.unit.both_sides.decode.DecodeEngine._parked", lambda self, request_id: None)
@@ -187,7 +194,7 @@ def a_cancel_does_not_wait_for_the_push(patch: Patch) -> None:
     patch.setitem(Claim.HANDLERS, claims.CancelledByD, mutated)  # type: ignore[arg-type]
 
 
-@mutant()
+@mutant(seed=103)
 def a_cancel_is_forgotten_once_answered(patch: Patch) -> None:
     """A registration after the cancel is served."""
     end = Claim._end
@@ -214,7 +221,7 @@ def prompts_are_told_apart_by_their_id_alone(patch: Patch) -> None:
     patch.setattr(Pairing, "prompts_differ", lambda self, named, prompt: False)
 
 
-@mutant(hold_writes=0.8)
+@mutant(seed=75, hold_writes=0.8)
 def a_preempted_push_forgets_its_writes(patch: Patch) -> None:
     """The old epoch's WRITEs are still on the wire when the new one begins."""
     restart, handle = PushSession._restart, PushSession.handle

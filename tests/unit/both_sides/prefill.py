@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from layerpush.core.first_token import Sampled
+from layerpush.core.push_mode import PushMode
 from layerpush.core.request_names import Arrived
 from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
-from tests.unit.both_sides.prefill_rank import PrefillRank, descriptor_ids
+from tests.unit.both_sides.prefill_rank import PrefillRank
 from tests.unit.both_sides.process import (
     BLOCK_SIZE,
     LAYERS,
@@ -16,6 +18,7 @@ from tests.unit.both_sides.process import (
     Pool,
     Prompt,
 )
+from tests.unit.builders import wait_at_random
 
 if TYPE_CHECKING:
     from tests.unit.both_sides.world import World
@@ -56,7 +59,13 @@ class PrefillEngine:
         self.requests: dict[str, Request] = {}
         self.step: tuple[Request, ChunkPlan] | None = None
         self.layers_left: list[int] = []
-        self.ranks = [PrefillRank(world, self, rank) for rank in range(size)]
+        self.ranks = [self._rank(rank) for rank in range(size)]
+
+    def _rank(self, number: int) -> PrefillRank:
+        rank = PrefillRank(self.world, self, number)
+        if self.world.mode is PushMode.AUTO:
+            wait_at_random(rank.writer, random.Random(number))
+        return rank
 
     @property
     def processes(self) -> list[PrefillRank]:
@@ -223,7 +232,7 @@ class PrefillEngine:
         if blocks is not None:
             self.pool.give_back(blocks)
             for rank in self.ranks:
-                under_writes = rank.reading.intersection(descriptor_ids(blocks)) - {
+                under_writes = rank.reading.intersection(rank.descriptor_ids(slice(None), blocks)) - {
                     index for index, _ in rank.still_read
                 }
                 assert read or not under_writes, f"{request} was freed under a WRITE"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 
-from layerpush.core.push_mode import PushMode
+from layerpush.core.layout import CacheLayout
 from layerpush.core.wire import (
     Cancel,
     Decline,
@@ -32,7 +32,7 @@ from layerpush.prefill.step_events import StepEvents
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
-from layerpush.telemetry.trace_records import WriteRecord
+from layerpush.telemetry.trace_records import WriteRecord, WriteSums
 from layerpush.transport.base import DescriptorIds, Route, WriteHandle, WriteState
 from layerpush.transport.gather.cost import CopyCost
 from layerpush.transport.gather.gatherer import Gatherer
@@ -43,16 +43,12 @@ from layerpush.transport.writes import Writes
 from tests.support.fake_transport import Bytes
 from tests.unit.both_sides.process import (
     BLOCK_BYTES,
-    D_BLOCKS,
-    LAYERS,
-    P_BLOCKS,
     POISON,
     UNKNOWN_S,
     Process,
-    base_id,
 )
 from tests.unit.both_sides.rings import MixedStrategy, PrefillStaging
-from tests.unit.builders import layout_of, upstream_pairs, wait_at_random
+from tests.unit.builders import layout_of, upstream_pairs
 
 if TYPE_CHECKING:
     from tests.unit.both_sides.decode import DecodeEngine
@@ -63,22 +59,29 @@ if TYPE_CHECKING:
 class PrefillRank(Process):
     """Plays vLLM's worker, and gives claims the world's time."""
 
-    transfer_stats: Any = Mock()
-
-    def __init__(self, world: World, engine: PrefillEngine, rank: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        engine: PrefillEngine,
+        rank: int,
+        identity: Identity | None = None,
+        trace: TraceFile | None = None,
+        meter: PushMeter | None = None,
+        write_timeout_s: float = math.inf,
+    ) -> None:
         super().__init__(world, engine.engine_id, rank)
         self.engine, self.piece = engine, BLOCK_BYTES // engine.size
-        layout = self.layout = layout_of([0] * LAYERS, P_BLOCKS, self.piece)
-        self.memory = np.full(LAYERS * P_BLOCKS * self.piece, POISON, np.uint8)
+        layout = self.layout = layout_of([0] * world.layers, world.memory_blocks[0], self.piece)
+        self.memory = np.full(world.layers * world.memory_blocks[0] * self.piece, POISON, np.uint8)
         self.owned = self.endpoint.describe("kv", self.memory, range(0, self.memory.size, self.piece), self.piece)
-        self.owned.give_away(range(LAYERS * P_BLOCKS))
+        self.owned.give_away(range(len(self.owned.pieces)))
         self.still_read: set[tuple[int, str]] = set()
         """Descriptors that were given away under WRITEs, and their old owners. New WRITEs must not read them."""
         self.evictions: list[str] = []
         self.whole: dict[int, tuple[str, Registration]] = {}
         self.capture = StepEvents(layout.index_of, lambda: None, None)
-        identity, trace = Identity(engine.engine_id, rank), TraceFile(None, engine.engine_id, rank)
-        self.staging = PrefillStaging(self, layout)
+        self.transfer_stats = _TransferStats()
+        self.staging = self._staging(layout)
         self.gatherer = Gatherer(self.transport, layout, self.staging, self.piece)
         self.strategy = self._strategy()
         self._post = self.endpoint.post_write
@@ -86,31 +89,32 @@ class PrefillRank(Process):
         self.acknowledges, self.world_size = not world.fabric.ordered, engine.size
         worker: Any = self
         self.links = _Links(worker, self.connections)
-        writes = Writes(self.transport, layout, self.strategy)
+        writes = Writes(self.transport, layout, self.strategy, write_timeout_s)
         self.writer = Pushes(
-            identity,
+            identity or Identity(engine.engine_id, rank),
             layout,
             world.mode,
             writes,
             self.capture,
             self.links,
             worker,
-            trace,
-            _Plans(world),
+            trace or TraceFile(None, engine.engine_id, rank),
+            meter or _Plans(world),
             max_in_flight=world.max_in_flight,
         )
         self.writer.registry = self
-        if world.mode is PushMode.AUTO:
-            wait_at_random(self.writer, random.Random(rank))
         self.claims = Claims(
             self.writer,
             self.connections,
             self.probe,
             self.peer_errors,
-            base_id,
+            world.base_id,
             lambda: self.capture.steps,
             UNKNOWN_S,
         )
+
+    def _staging(self, layout: CacheLayout) -> PrefillStaging:
+        return PrefillStaging(self, layout)
 
     def _strategy(self) -> GatherStrategy | None:
         packing = self.world.packing
@@ -134,7 +138,7 @@ class PrefillRank(Process):
     # Memory.
 
     def own(self, blocks: list[int], owner: str) -> None:
-        ids = descriptor_ids(blocks)
+        ids = self.descriptor_ids(slice(None), blocks)
         self.owned.hand_to(ids, owner)
         for index, before in self.still_read:
             if index in ids:
@@ -142,7 +146,7 @@ class PrefillRank(Process):
 
     def give_away(self, blocks: list[int], owner: str) -> None:
         """Another request computes in these blocks from now on."""
-        for index in descriptor_ids(blocks):
+        for index in self.descriptor_ids(slice(None), blocks):
             self.memory[index * self.piece : (index + 1) * self.piece] = POISON
             self.still_read.add((index, owner))
         self.forget_reads()
@@ -163,14 +167,15 @@ class PrefillRank(Process):
         reading, holders = self.reading, self.engine.holders
         for index, owner in [entry for entry in self.still_read if entry[0] not in reading]:
             self.still_read.discard((index, owner))
-            if holders.get(index % P_BLOCKS) != owner:
+            if holders.get(index % self.world.memory_blocks[0]) != owner:
                 self.owned.give_away([index], owner)
 
     def descriptor_ids(self, layers: slice, blocks: list[int]) -> list[int]:
-        return [layer * P_BLOCKS + block for layer in range(LAYERS)[layers] for block in blocks]
+        own = self.world.memory_blocks[0]
+        return [layer * own + block for layer in range(self.world.layers)[layers] for block in blocks]
 
     def write_kv(self, layer: int, block: int, kv: Bytes) -> None:
-        at = (layer * P_BLOCKS + block) * self.piece
+        at = (layer * self.world.memory_blocks[0] + block) * self.piece
         self.memory[at : at + self.piece] = kv[self.rank * self.piece :][: self.piece]
 
     # A turn.
@@ -200,8 +205,9 @@ class PrefillRank(Process):
             case _:
                 assert isinstance(message, Heartbeat)
 
-    def _route(self, engine_id: str) -> Route:
-        return Route(next(iter(self.agents_of(engine_id))), 0, "kv", (self.engine.size, self.rank))
+    def routes(self, engine_id: str) -> tuple[Route, ...]:
+        """A route to each rank of a connected decode engine."""
+        return (Route(next(iter(self.agents_of(engine_id))), 0, "kv", (self.engine.size, self.rank)),)
 
     def take_registration(self, request_id: str, _: float) -> Registration | None:
         return self.claims.take_registration(request_id, self.world.now)
@@ -236,21 +242,23 @@ class PrefillRank(Process):
         """Decode engines register blocks that they have."""
 
     def discover_link(self, engine_id: str) -> Link:
-        route = self._route(engine_id)
-        gathered = None if self.strategy is None else replace(route, local_descriptors="blocks")
-        return Link(engine_id, (route,), (D_BLOCKS,) * LAYERS, gathered=gathered)
+        routes, regions = self.routes(engine_id), (self.world.memory_blocks[1],) * self.world.layers
+        gathered = None if self.strategy is None else replace(routes[0], local_descriptors="blocks")
+        return Link(engine_id, routes, regions, share=1 / len(routes), gathered=gathered)
 
     def push_whole(self, request_id: str, blocks: Any, data: dict[str, Any]) -> None:
-        """As upstream does it: one WRITE, whose end sends the completion."""
+        """As upstream does it: one WRITE to each rank, whose end sends the completion."""
         registration = msgspec.convert(data, Registration)
         pairs = upstream_pairs(blocks[0], registration.local_block_ids[0])
-        ours = np.asarray([layer * P_BLOCKS + source for layer in range(LAYERS) for source, _ in pairs], np.int32)
-        theirs = np.asarray([layer * D_BLOCKS + target for layer in range(LAYERS) for _, target in pairs], np.int32)
+        ours = self.descriptor_ids(slice(None), [source for source, _ in pairs])
+        layers, theirs = range(self.world.layers), self.world.memory_blocks[1]
+        targets = [layer * theirs + target for layer in layers for _, target in pairs]
         engine_id, now = registration.decode_engine_id, time.perf_counter()
-        handle = self.transport.post_write(self._route(engine_id), ours, theirs)
-        self.whole[id(handle)] = (self._route(engine_id).agent, registration)
-        record = WriteRecord(0, (0, LAYERS - 1), (0, 0), len(ours), 0, now, now)
-        self.writer.adopt(request_id, Transfer(self.transport, record, handle), engine_id, registration.request_id)
+        for route in self.routes(engine_id):
+            handle = self.transport.post_write(route, np.asarray(ours, np.int32), np.asarray(targets, np.int32))
+            self.whole[id(handle)] = (route.agent, registration)
+            record = WriteRecord(route.remote_rank, (0, layers[-1]), (0, 0), len(ours), 0, now, now)
+            self.writer.adopt(request_id, Transfer(self.transport, record, handle), engine_id, registration.request_id)
 
     def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
         agent, registration = self.whole.pop(id(transfer.handle))
@@ -277,8 +285,17 @@ class PrefillRank(Process):
         assert not any([self.claims.peers._held, self.connections._closing, self.evictions])
 
 
-def descriptor_ids(blocks: list[int]) -> list[int]:
-    return [layer * P_BLOCKS + block for layer in range(LAYERS) for block in blocks]
+class _TransferStats:
+    """Pushes by layer, as vLLM's statistics have them; None: a failed one."""
+
+    def __init__(self) -> None:
+        self.pushes: list[tuple[WriteSums, float] | None] = []
+
+    def pushed(self, written: WriteSums, transfer_s: float) -> None:
+        self.pushes.append((written, transfer_s))
+
+    def failed(self) -> None:
+        self.pushes.append(None)
 
 
 class _Links(Links):

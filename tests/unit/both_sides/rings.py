@@ -121,12 +121,19 @@ class PrefillStaging(NumpyStaging):
 
     def _begin(self, running: Running, start: Callable[[], Copy]) -> Copy:
         packing, draw = self.rank.world.packing, self.rank.world.copies
-        fate = draw.random()
-        if fate < packing.broken / 2:
+        fate = self._fate()
+        if fate == "refused":
             raise RuntimeError("no memory for block ids")
         self.looks.append(draw.randint(1, packing.looks) if draw.random() < packing.slow else 0)
         self.running.append(running)
-        return _Watched(start(), lambda: self.running.remove(running), breaks=fate < packing.broken)
+        return _Watched(start(), lambda: self.running.remove(running), breaks=fate == "broken")
+
+    def _fate(self) -> str | None:
+        """Of the next copy: None, "refused" or "broken"."""
+        drawn, broken = self.rank.world.copies.random(), self.rank.world.packing.broken
+        if drawn >= broken:
+            return None
+        return "refused" if drawn < broken / 2 else "broken"
 
     def check_post(self, key: object, ids: Sequence[int]) -> None:
         """A WRITE from the ring is posted only after its gather."""

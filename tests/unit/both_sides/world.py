@@ -16,7 +16,7 @@ from layerpush.core.wire import Registration
 from tests.support.fake_transport import FakeFabric, Faults
 from tests.unit.both_sides.decode import DecodeEngine
 from tests.unit.both_sides.prefill import PrefillEngine, Request
-from tests.unit.both_sides.process import D_BLOCKS, P_BLOCKS, Process, Prompt
+from tests.unit.both_sides.process import D_BLOCKS, LAYERS, P_BLOCKS, Process, Prompt, base_id
 from tests.unit.both_sides.rings import Packing
 
 HOME_S = 1500.0
@@ -38,6 +38,11 @@ class Defects(logging.Handler):
 
 
 class World:
+    layers = LAYERS
+    memory_blocks = P_BLOCKS, D_BLOCKS
+    """Blocks in P's and in a D's memory."""
+    base_id = staticmethod(base_id)
+
     def __init__(
         self,
         faults: Faults | None = None,
@@ -160,7 +165,7 @@ class World:
             if self.prefill is None or not write.source.alive or write.route.local_descriptors != "kv":
                 continue
             holders = self.prefill.holders
-            strays = [block for block in write.local.tolist() if holders.get(block % P_BLOCKS) is None]
+            strays = [block for block in write.local.tolist() if holders.get(block % self.memory_blocks[0]) is None]
             assert not strays, f"{write} was posted from blocks {strays} that the prefill engine gave away"
         self._checked = len(self.fabric.writes)
 
