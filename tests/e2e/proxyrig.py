@@ -39,7 +39,7 @@ from tests.e2e.forkedservers import ForkedSpec
 from tests.support import waiting
 from tests.support.ports import PROXY_PORTS
 
-SHAPE = ModelShape(layers=6, hidden=256, heads=4, kv_heads=2, intermediate=512)
+SHAPE = ModelShape(layers=6)
 MODEL = SERVED_NAME
 PROXY = "layerpush"
 DEADLINE_S = 60.0

@@ -46,7 +46,7 @@ from tests.e2e.servedrig import scrape
 
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 TOKENS = 1500
-LONG = 3600
+LONG = 3000
 patient = pytest.mark.timeout(900)
 
 
