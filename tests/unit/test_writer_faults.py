@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from typing import Literal
 from unittest.mock import Mock
 
 import msgspec
@@ -91,6 +92,28 @@ def test_a_defect_at_the_end_of_a_write_fails_and_releases_the_push(
     assert world.reported_failures()[-1][1], "D gets a drained failure"
     assert world.rank.endings == {"p-1": ["ValueError: a defect"]}
     assert len(world.writer) == 0
+
+
+@pytest.mark.parametrize("plan", ["off", "gather"])
+def test_a_peer_death_during_writes_ends_the_push(plan: Literal["off", "gather"]) -> None:
+    held = dict.fromkeys(range(9), NEVER)
+    world, prompt = (
+        ScriptedWorld(Faults(hold_writes=held), plan=plan),
+        ScriptedRequest("p-1", TOKENS, [5, 1, 8, 3, 12, 10]),
+    )
+    world.registers(prompt)
+    world.step((prompt, 9))
+    world.settle(2)
+    world.fabric.kill("D-0")
+    world.settle(5)
+    world.step((prompt, 9))
+    world.step((prompt, 9))
+    world.finish(prompt)
+    world.settle(5)
+    world.assert_clean()
+    assert world.rank.released == ["p-1"]
+    assert set(world.rank.disconnected) == {"D"}
+    assert [drained for _, drained, _ in world.reported_failures()] == [False, True]
 
 
 def test_a_peer_death_before_the_completion_ends_the_push() -> None:
@@ -195,29 +218,46 @@ def test_an_unrelated_cancel_disturbs_no_push(request_id: str, key: tuple[str, s
 
 
 @pytest.mark.parametrize("on_the_wire", [True, False])
-def test_a_cancel_finds_a_write_on_the_wire_until_it_has_ended(on_the_wire: bool) -> None:
+def test_a_cancel_stops_writes_and_is_reported_after_the_wire_drains(on_the_wire: bool) -> None:
     world, prompt, wanted = registered(Faults(hold_writes={1: 10}))
     world.step((prompt, 9))
     if not on_the_wire:
         world.settle()
+    posted = len(world.fabric.writes)
     assert not world.writer.cancel("p-1", wanted.key), "a report follows"
+    assert len(world.rank.failures) == (not on_the_wire)
     assert world.writer.cancel("p-1", wanted.key) is not on_the_wire
+    world.step((prompt, 9))
     world.settle()
     assert world.writer.cancel("p-1", wanted.key)
+    world.step((prompt, 9))
+    world.finish(prompt)
+    world.settle()
+
+    assert world.d.received() == [[]]
     assert [(drained, cancelled) for _, drained, cancelled in world.reported_failures()] == [(True, True)]
+    assert len(world.fabric.writes) == posted
+    assert world.rank.released == ["p-1"]
+    assert [record.outcome for record in world.trace.records] == ["cancelled"]
+    world.assert_clean()
 
 
-def test_a_cancel_during_the_handshake_prevents_every_write() -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["by layer", "whole"])
+def test_a_cancel_during_the_handshake_prevents_every_write(whole: bool) -> None:
     world, prompt = ScriptedWorld(), ScriptedRequest("p-1", TOKENS, list(range(1, 9)))
     decoder = world.decoder(connected=False)
     decoder.frozen = True
     wanted = world.registers(prompt, decoder)
-    world.step((prompt, 9))
+    if whole:
+        world.finish(prompt)
+    else:
+        world.step((prompt, 9))
     world.cancel(wanted)
     assert [drained for _, drained, _ in world.reported_failures()] == [True]
     decoder.frozen = False
-    world.step((prompt, 13))
-    world.finish(prompt)
+    if not whole:
+        world.step((prompt, 13))
+        world.finish(prompt)
     world.settle()
     assert world.fabric.writes == []
     assert world.rank.released == ["p-1"]
