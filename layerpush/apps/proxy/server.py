@@ -144,9 +144,13 @@ async def _errors(
         message = f"{error.reason}: {request.method} {request.path}; the proxy serves {ENDPOINTS}"
         status, headers = error.status, {}
     body = error_body(status, message)
-    return web.Response(status=status, headers=headers, body=body, content_type="application/json")
+    response = web.Response(status=status, headers=headers, body=body, content_type="application/json")
+    if codings not in ([], ["chunked"]) or not request.content.is_eof():  # where the next request begins is unknown
+        response.force_close()
+    return response
 
 
 def _passed_on(request: web.Request) -> dict[str, str]:
-    """Several lines of a header become one."""
-    return {key: ",".join(request.headers.getall(key)) for key in PASSED_ON if key in request.headers}
+    """Several lines of a header become one. A value that is no valid UTF-8 stays inside: aiohttp would change it."""
+    headers = {key: ",".join(request.headers.getall(key)) for key in PASSED_ON if key in request.headers}
+    return {key: value for key, value in headers.items() if value.isprintable()}

@@ -161,7 +161,7 @@ async def test_a_kept_connection_serves_many_requests() -> None:
 @asynchronous
 async def test_other_heads_are_refused(request_head: bytes, message: bytes) -> None:
     async with world() as here:
-        reader, writer = await raw(here, request_head)
+        reader, writer = await raw(here, request_head, b"0\r\n\r\n" if b"chunked" in request_head else b"")
         status, body = await answer(reader)
         assert status == 400
         assert message in body
