@@ -13,9 +13,11 @@ OUTPUT = ROOT / "build" / "bench"
 
 def write(path: Path, result: Mapping[str, object]) -> None:
     """Write one JSON object. Creates the folder if it is missing. A kill meanwhile leaves the old file."""
+    path, text = path.resolve(), json.dumps(result, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(result, indent=1) + "\n")
+    is_device = path.exists() and not path.is_file()  # such as /dev/null
+    fresh = path if is_device else path.with_suffix(".new")
+    fresh.write_text(text)
     fresh.rename(path)
 
 

@@ -48,7 +48,9 @@ def main(
     minutes: Annotated[float, typer.Option(min=0.1, help="Time limit of each part, in minutes.")] = 8.0,
     model: Annotated[
         Path,
-        typer.Option(metavar="DIR", file_okay=False, help="Folder of serve's model, 16 GB; built once."),
+        typer.Option(
+            metavar="DIR", file_okay=False, help="Folder of serve's model: 16 GB; to build it, 16 GiB of RAM."
+        ),
     ] = MODEL,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and run nothing.")] = False,
 ) -> None:

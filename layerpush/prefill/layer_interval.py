@@ -1,4 +1,4 @@
-"""The time of a layer, and from it the times at which the writer looks for layers: then none has to wake it."""
+"""The time of a layer, and from it the times at which the writer polls for layers: then none has to wake it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class LayerInterval:
     def next_due(
         self, now: float, missing: int, *, by_layer: bool, leave_at: float | None, fenced: bool
     ) -> float | None:
-        """When the writer looks for layers, of which ``missing`` are not ready; None: each layer has to wake it.
+        """When the writer polls for layers, of which ``missing`` are not ready; None: each layer has to wake it.
 
         ``by_layer``: each layer counts, not only the last one. ``leave_at``: until then ready layers wait for more. A
         layer may take less time than the first ones, so the writer sleeps half of the time.

@@ -10,7 +10,7 @@
 It only iterates; the push handles its events. A registration, a cancellation, an error or a WRITE of vLLM's reaches its
 push through a method here, by request id, between turns, on the same thread.
 
-While a step is being computed, ``LayerInterval`` tells when the writer looks for its layers. Then no layer but the last
+While a step is being computed, ``LayerInterval`` tells when the writer polls for its layers. Then no layer but the last
 one ends a sleep (``polls_layers``). A revocation ends any sleep. So do a step's last layer and its end, unless an
 earlier event waits for its fence: the writer polls fences.
 
@@ -119,7 +119,7 @@ class Pushes:
         """Pushes whose ready layers wait for more."""
         self._current = self._swept = 0
         self.polls_layers = False
-        """Whether the writer looks for the layers of the running step by itself, so that none has to wake it."""
+        """Whether the writer polls for the layers of the running step by itself, so that none has to wake it."""
 
     # The turn.
 

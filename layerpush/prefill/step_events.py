@@ -1,8 +1,8 @@
 """Events from the forward pass to the writer: steps begin, layers become ready, steps end.
 
 The engine's main thread calls ``arm``, ``layer_saved``, ``forward_ended``, ``sweep`` and ``finish``; it appends to a
-bounded queue and never waits. The writer thread calls ``take``. A layer event that finds the queue full is dropped: the
-sweep at the end of the step covers every layer that no hook reported.
+bounded queue and never waits. The writer thread calls ``take_events``. A layer event that finds the queue full is
+dropped: the sweep at the end of the step covers every layer that no hook reported.
 
 ``layer_saved`` runs between a model's operations, with cold processor caches. There each object and each call costs
 about a microsecond. So the events of layers are made once, and one entry of the queue is all that a hook makes.

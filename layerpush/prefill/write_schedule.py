@@ -9,7 +9,7 @@ holds:
 ``busy_s`` is the time in seconds until all WRITEs in flight have landed. ``bytes`` counts the unposted bytes of all
 layers but the last, ready or not. Both terms assume a link that is ``SAFETY`` times as slow as estimated. The right
 side is the time that is left until the layer before the last is ready, if the ready ones wait for one more layer.
-Layers also wait while an earlier WRITE is in flight: behind it they would land no sooner. The writer looks again when
+Layers also wait while an earlier WRITE is in flight: behind it they would land no sooner. The writer polls again when
 it has landed. It follows that
 
 - a prompt's last layer goes alone. The exposed time is the transfer of one layer, as with one WRITE per layer;

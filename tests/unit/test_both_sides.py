@@ -104,6 +104,7 @@ def test_pushes_go_directly_if_staging_memory_is_full() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a mutant that nobody notices runs through all storms
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_random_events_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.remove(monkeypatch)
@@ -146,6 +147,7 @@ def test_full_caches_end_well_in_a_storm(part: int) -> None:
     assert outcomes["unregistered"] > FULL_STORMS
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("mutant", full_mutants.MUTANTS, ids=lambda mutant: mutant.name)
 def test_full_caches_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.remove(monkeypatch)

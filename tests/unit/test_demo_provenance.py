@@ -80,7 +80,10 @@ def test_the_processor_is_recorded_by_name_or_architecture(tmp_path: Path) -> No
 
 def test_the_ucx_version_is_read_in_a_separate_process() -> None:
     """Loading UCX would change the measuring process."""
+    maps = Path("/proc/self/maps")
+    before = set(re.findall(r"\S*libucp\S*", maps.read_text()))
     assert re.fullmatch(r"\d+\.\d+\.\d+", ucx.version() or "")
+    assert set(re.findall(r"\S*libucp\S*", maps.read_text())) == before
 
 
 def test_missing_ucx_has_no_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
