@@ -374,7 +374,6 @@ class ScriptedWorld(World):
         self,
         *work: tuple[ScriptedRequest, int],
         cached: Sequence[tuple[ScriptedRequest, int]] = (),
-        preempted: Sequence[ScriptedRequest] = (),
         hooked: Sequence[int] | None = None,
         between: Callable[[], object] | None = None,
     ) -> None:
@@ -389,7 +388,7 @@ class ScriptedWorld(World):
             self.compute(request, chunk)
         chunks = [(request, request.chunk(tokens)) for request, tokens in work]
         plans = tuple(chunk for _, chunk in found + chunks)
-        self.capture.arm(StepPlan(plans, tuple(request.name for request in preempted)))
+        self.capture.arm(StepPlan(plans))
         self.rank.turn()
         for layer in range(self.layers):
             for request, chunk in chunks:
@@ -453,8 +452,7 @@ class ScriptedWorld(World):
     def _compute(self, request: ScriptedRequest, chunk: ChunkPlan, layer: int) -> None:
         part = chunk.groups[0]
         for index, block in enumerate(part.blocks, part.first):
-            kv = request.prompt.kv(layer, index)
-            self.rank.write_kv(layer, block, kv if index != request.lost else kv ^ 1)
+            self.rank.write_kv(layer, block, request.prompt.kv(layer, index))
 
     @property
     def sleep_s(self) -> float | None:
