@@ -178,8 +178,8 @@ class LoadRecord(msgspec.Struct, kw_only=True):
 class FirstTokenRecord(msgspec.Struct, kw_only=True):
     """One request's first token on D. Times are on the scheduler's clock.
 
-    ``t_told`` is the time of the workers' report that the load is over. ``t_scheduled`` is None if the token came
-    without a step.
+    ``t_all_reported`` is the time at which the scheduler had the report of all ranks that the load is over.
+    ``t_scheduled`` is None if the token came without a step.
     """
 
     rows: ClassVar[int] = 1
@@ -187,7 +187,7 @@ class FirstTokenRecord(msgspec.Struct, kw_only=True):
     kind: str = "first_token"
     request_id: str
     engine_id: str
-    t_told: float
+    t_all_reported: float
     t_scheduled: float | None = None
     t_first_token: float | None = None
 

@@ -40,7 +40,7 @@ def scraped(front_end: FrontEnd, *engines: Engine) -> Scrape:
     return Scrape()
 
 
-def upstreams(scrape: Scrape) -> dict[str, float]:
+def stock_metrics(scrape: Scrape) -> dict[str, float]:
     """vLLM's own metrics of the first engine's NIXL, by name without the prefix."""
     found = [sample for sample in scrape.samples if sample.labels.get("engine") == "0"]
     return {sample.name.removeprefix("vllm:nixl_"): sample.value for sample in found if "nixl" in sample.name}
@@ -93,13 +93,13 @@ def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
     assert scrape.value("ranks", engine="0") == scrape.value("ranks", engine="1") == 1
     for level in ("active_pushes", "unclaimed_pushes", "pending_registrations", "awaited_loads", "parked_requests"):
         assert scrape.value(level) == 0, level
-    upstream = upstreams(scrape)
-    assert upstream["bytes_transferred_count"] == upstream["num_descriptors_count"] == 1
-    assert upstream["bytes_transferred_sum"] == counters.bytes
-    assert upstream["num_descriptors_sum"] == counters.descriptors
-    assert upstream["xfer_time_seconds_sum"] == pytest.approx(scrape.value("transfer_seconds_sum"))
-    assert 0 < upstream["post_time_seconds_sum"] < upstream["xfer_time_seconds_sum"]
-    assert upstream["num_failed_transfers_total"] == 0
+    stock = stock_metrics(scrape)
+    assert stock["bytes_transferred_count"] == stock["num_descriptors_count"] == 1
+    assert stock["bytes_transferred_sum"] == counters.bytes
+    assert stock["num_descriptors_sum"] == counters.descriptors
+    assert stock["xfer_time_seconds_sum"] == pytest.approx(scrape.value("transfer_seconds_sum"))
+    assert 0 < stock["post_time_seconds_sum"] < stock["xfer_time_seconds_sum"]
+    assert stock["num_failed_transfers_total"] == 0
     assert "Layer-wise pushes=1" in (front_end.log_line() or "")
 
 
@@ -149,8 +149,8 @@ def test_a_late_registration(engine: Build, front_end: FrontEnd) -> None:
     assert scrape.value("pushes_total", engine="0", outcome="late_registration") == 1
     assert scrape.value("fallbacks_total", engine="0", reason="late_registration") == 1
     assert scrape.value("write_bytes_count", engine="0") == 1
-    assert upstreams(scrape)["bytes_transferred_count"] == 1, "upstream counts its own pushes"
-    assert upstreams(scrape)["bytes_transferred_sum"] == scrape.value("write_bytes_sum")
+    assert stock_metrics(scrape)["bytes_transferred_count"] == 1, "vLLM counts its own pushes"
+    assert stock_metrics(scrape)["bytes_transferred_sum"] == scrape.value("write_bytes_sum")
 
 
 def test_dropped_bad_params_are_counted(engine: Build, front_end: FrontEnd) -> None:

@@ -135,7 +135,7 @@ def test_upstreams_settings_pass_through(engine: Build) -> None:
 
 
 def test_one_nixl_agent_is_made(engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upstream's initialiser would build a second worker."""
+    """vLLM's initialiser would build a second worker."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
     made = []

@@ -66,7 +66,7 @@ def test_both_sides_record_a_push_and_its_load(traced: tuple[Engine, Engine, Cal
     assert len({source.clock for source in traces.sources}) == 1
     found = break_down(request)
     assert None not in found.parts.values()
-    assert load.t_settled < token.t_told < token.t_scheduled < token.t_first_token  # type: ignore[operator]
+    assert load.t_settled < token.t_all_reported < token.t_scheduled < token.t_first_token  # type: ignore[operator]
     assert found.hand_over == pytest.approx(token.t_first_token - push.t_last_ready)  # type: ignore[operator]
     events = json.loads(b"".join(chrome_trace(traces)))["traceEvents"]
     check(events)

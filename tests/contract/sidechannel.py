@@ -44,8 +44,8 @@ def listener(whose: str) -> Callable[..., None]:
         return lambda answers, ready, stop, host, port: listen(bind(host, port), answers, ready, stop)
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
 
-    upstreams: Callable[..., None] = NixlBaseConnectorScheduler._nixl_handshake_listener
-    return upstreams
+    vllms: Callable[..., None] = NixlBaseConnectorScheduler._nixl_handshake_listener
+    return vllms
 
 
 def main(vllms: int, ours: int) -> None:

@@ -139,8 +139,12 @@ def test_ended_peers_leave_no_sockets_and_no_memory(idle: Idle) -> None:
         theirs.close()
         idle.connect(engine_id, process, *ours.recv())
         ours.send(idle.agent.get_agent_metadata())
-        heard: list[bytes] = []
-        until(lambda heard=heard: heard.extend(payload for _, payload in idle.transport.notifications()) or heard)
+        received: list[bytes] = []
+        until(
+            lambda received=received: (
+                received.extend(payload for _, payload in idle.transport.notifications()) or received
+            )
+        )
         if idle.writes:
             idle.write(engine_id)
         idle.turn(1.0)

@@ -45,7 +45,7 @@ def test_every_metric_of_the_dashboard_and_the_alerts_exists_at_the_start(server
             assert unknown_names(expressions(document), found) == [], engine.name
         labels = [sample.labels for sample in found.samples if sample.name == "vllm:layerpush_pushes_total"]
         assert {(each["model_name"], each["engine"]) for each in labels} == {(MODEL, "0")}
-        assert "vllm:nixl_bytes_transferred_sum" in found.names, "upstream's metrics must stay"
+        assert "vllm:nixl_bytes_transferred_sum" in found.names, "vLLM's metrics must stay"
 
 
 @patient

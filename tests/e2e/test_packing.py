@@ -24,7 +24,7 @@ def test_tokens_and_bytes_are_right(fleet: Fleet, reference: Reference, order: O
         check_completed(push, length)
         if order == "early":
             assert plans(push) == {"gathered"}
-        elif order == "late":  # pushed whole, by upstream's code
+        elif order == "late":  # pushed whole, by vLLM's code
             assert plans(push) == {"direct"}
 
 

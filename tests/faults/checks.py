@@ -166,7 +166,7 @@ class LogView:
 
     def __init__(self) -> None:
         self.tracebacks_expected = False
-        """Upstream logs a traceback of a failed handshake."""
+        """vLLM logs a traceback of a failed handshake."""
 
     def lines(self, host: EngineHost) -> list[str]:
         return host.log()[host.log_start :].splitlines()

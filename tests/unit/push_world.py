@@ -69,8 +69,8 @@ class PushWorld:
     completions: int = 0
     notified: bool = False
     handed_over: list[Registration | None] = field(default_factory=list)
-    upstream_busy: bool = False
-    """Upstream's whole WRITE is on the wire."""
+    stock_write_busy: bool = False
+    """vLLM's whole WRITE is on the wire."""
     upstream_posts: int = 0
     delivered: bool = False
     cancelled: bool = False
@@ -133,7 +133,7 @@ class PushWorld:
 
     @property
     def pushed_by_upstream(self) -> bool:
-        """Upstream may post its WRITE: `Push.is_whole`, and D has registered."""
+        """vLLM may post its WRITE: `Push.is_whole`, and D has registered."""
         return (
             self.state is State.WHOLE and self.registered and self.session.failure is None and not self.upstream_posts
         )
@@ -202,7 +202,7 @@ class PushWorld:
                 assert self.finished
                 assert not self.gone
                 assert not self.in_flight
-                assert not self.upstream_busy, "released under upstream's WRITE"
+                assert not self.stock_write_busy, "released under vLLM's WRITE"
                 assert self.notified or self.delivered or self.session.failure is not None
                 self.releases += 1
         if isinstance(event, push_protocol.PostReady):
@@ -215,15 +215,15 @@ class PushWorld:
         assert self.tokens <= 1
         if self.finished and self.registered and self.failure is None:
             assert self.tokens, "D waits for the token"
-        upstreams = {WHOLE.id} if self.upstream_busy else set()
-        assert set(self.session.in_flight) == set(self.in_flight) | upstreams
+        whole = {WHOLE.id} if self.stock_write_busy else set()
+        assert set(self.session.in_flight) == set(self.in_flight) | whole
         if self.state in (State.CLOSED, State.ABANDONED, State.UNCONFIRMED, State.NOTIFYING, State.NOTIFIED):
             assert not self.in_flight
         if self.state in (State.CLOSED, State.ABANDONED):
             completed = self.notified or self.delivered
             assert self.drained_failures == (self.registered and not completed), "a push completes or fails, and once"
         if self.state in (State.DRAINING, State.REWINDING):
-            assert self.in_flight or self.upstream_busy, "no WRITE to wait for"
+            assert self.in_flight or self.stock_write_busy, "no WRITE to wait for"
         if self.state is State.CLOSED:
             assert self.releases or self.gone
         if self.state is State.UNCONFIRMED:
@@ -358,7 +358,7 @@ class PushWorld:
 
     def post_whole(self) -> None:
         assert self.handed_over[-1] == self.registration
-        self.upstream_busy = True
+        self.stock_write_busy = True
         self.upstream_posts += 1
         self.post_whole_to_next_rank()
 
@@ -366,7 +366,7 @@ class PushWorld:
         self.send(push_protocol.WholePosted())
 
     def deliver(self, lost: str | None = None) -> None:
-        self.upstream_busy = False
+        self.stock_write_busy = False
         self.disturbed |= lost is not None
         self.delivered = lost is None and self.state is State.WRITING_WHOLE
         self._ends("completed" if lost is None else "failed", lost)
@@ -442,9 +442,9 @@ class PushWorld:
         assert not self.drained_failures, "a drained failure is the last report"
         if action.drained:
             assert not self.in_flight, "reported as drained with a WRITE on the wire"
-            assert not self.upstream_busy
+            assert not self.stock_write_busy
         else:
-            assert self.in_flight or self.upstream_busy, "no WRITE to warn of"
+            assert self.in_flight or self.stock_write_busy, "no WRITE to warn of"
             assert not self.failures
             assert not self.cancelled, "D cancelled the push, and waits for its end"
         assert (action.reason, action.cancelled) == (self.failure, self.cancelled)
@@ -472,7 +472,7 @@ class PushWorld:
                 self.accept()
             elif self.running:
                 self.finish()
-            elif self.upstream_busy:
+            elif self.stock_write_busy:
                 self.deliver()
             elif self.pushed_by_upstream:
                 self.post_whole()

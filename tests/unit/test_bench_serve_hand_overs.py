@@ -30,7 +30,7 @@ def traced(folder: Path, clock: str | None = None, *, d: bool = True, lost: str 
     if d:
         loads = [load(name, t_awaited=at - 2, t_settled=at + 0.25) for name, at in ready.items()]
         tokens = [
-            first_token(name, t_told=at + 0.25, t_scheduled=at + 0.25, t_first_token=at + 0.5)
+            first_token(name, t_all_reported=at + 0.25, t_scheduled=at + 0.25, t_first_token=at + 0.5)
             for name, at in ready.items()
         ]
         write(folder / "d/d.jsonl", process("D", clock), *loads)

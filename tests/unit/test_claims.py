@@ -90,7 +90,7 @@ def failure(reason: str, drained: bool = True, request_id: str = "a/d", epoch: i
     return Fail(request_id, epoch, reason, drained)
 
 
-class ScriptedWriter:
+class Writer:
     """``unclaimed`` requests wait for a registration; requests ``on_the_wire`` have a WRITE under way."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class World(FakePeers):
         connected: bool = True,
     ) -> None:
         super().__init__(allowed_hosts)
-        self.writer = ScriptedWriter()
+        self.writer = Writer()
         self.peer_errors = PeerErrors(logging.getLogger("test"))
         self.digests = dict(digests or {})
         self.network.listening = {"D": ("d-0", "d-1"), "E": ("e-0",)}
@@ -1360,7 +1360,7 @@ def test_a_probe_verdict_changes_nothing_while_the_connection_closes(verdict: Ve
 
 @pytest.mark.parametrize("verdict", Verdict)
 def test_an_unknown_agent_is_served_after_the_engine_is_forgotten(verdict: Verdict) -> None:
-    """Upstream forgets an engine after a long silence."""
+    """vLLM forgets an engine after a long silence."""
     world, newer = strange()
     world.network.listening["D"] = ("d-new",)
     world.connections.forget("D")
@@ -1370,7 +1370,7 @@ def test_an_unknown_agent_is_served_after_the_engine_is_forgotten(verdict: Verdi
 
 
 def test_an_engine_connected_by_upstream_is_probed_at_its_own_address() -> None:
-    """Upstream's heartbeats connect, too."""
+    """vLLM's heartbeats connect, too."""
     world = World("n/p")
     world.network.connected["D"] = ("d-0",)
     world.receives(asks("n/d"), "d-new")

@@ -58,7 +58,7 @@ def test_the_parts_add_up_to_the_whole() -> None:
     assert seconds(HAND_OVER) == [3.0] == [sum(seconds(part)[0] for part in PARTS)]
     (record,) = world.records
     assert (record.request_id, record.engine_id) == ("r", "D")
-    assert (record.t_told, record.t_scheduled, record.t_first_token) == (10.25, 11.0, 13.0)
+    assert (record.t_all_reported, record.t_scheduled, record.t_first_token) == (10.25, 11.0, 13.0)
     world.request.num_output_tokens = 2
     world.hand_overs.tick(14.0)
     world.hand_overs.request_finished("r", 15.0)

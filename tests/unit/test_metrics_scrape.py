@@ -53,8 +53,8 @@ def front_end() -> Iterator[Opened]:
     FrontEnd.close()
 
 
-def stats_of(delta: MetricDelta, upstream: Any = None) -> LayerPushStats:
-    stats = LayerPushStats.joined(upstream, delta)
+def stats_of(delta: MetricDelta, stock: Any = None) -> LayerPushStats:
+    stats = LayerPushStats.joined(stock, delta)
     assert stats is not None
     return stats
 
@@ -74,8 +74,8 @@ def pushed(rank: str = "0", seconds: float = 0.02) -> MetricDelta:
     return delta
 
 
-def upstream_stats() -> Any:
-    """Upstream's statistics of one whole WRITE of 1 MiB."""
+def stock_stats() -> Any:
+    """vLLM's statistics of one whole WRITE of 1 MiB."""
     stats = LayerPushStats()
     for key, value in (
         ("transfer_duration", 0.5),
@@ -128,7 +128,7 @@ def test_each_engine_has_its_own_series(front_end: Opened) -> None:
 
 def test_ranks_add_up_as_in_vllm(front_end: Opened) -> None:
     """Through the executor's aggregator, with a rank without a report and the scheduler's own report."""
-    reports = [None, stats_of(pushed("1")), stats_of(pushed("2", 0.5), upstream_stats())]
+    reports = [None, stats_of(pushed("1")), stats_of(pushed("2", 0.5), stock_stats())]
     reports = pickle.loads(pickle.dumps(reports))  # from worker to engine core
     outputs = [
         ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(kv_connector_stats=report))
@@ -170,7 +170,7 @@ def test_layer_wise_pushes_count_as_vllm_transfers(front_end: Opened) -> None:
 
 
 def test_aggregation_does_not_change_its_argument() -> None:
-    first, second = stats_of(pushed(), upstream_stats()), stats_of(pushed("1"), upstream_stats())
+    first, second = stats_of(pushed(), stock_stats()), stats_of(pushed("1"), stock_stats())
     before = repr(second.to_dict())
     first.aggregate(second).aggregate(second)
     assert repr(second.to_dict()) == before
@@ -190,10 +190,10 @@ def test_empty_statistics() -> None:
     assert empty.is_empty()
     assert empty.delta.is_empty
     assert LayerPushStats.joined(None, None) is None
-    upstream_only = LayerPushStats.joined(upstream_stats(), None)
-    assert upstream_only is not None
-    assert not upstream_only.is_empty()
-    assert upstream_only.data[KEY] == MetricDelta().to_data()
+    stock_only = LayerPushStats.joined(stock_stats(), None)
+    assert stock_only is not None
+    assert not stock_only.is_empty()
+    assert stock_only.data[KEY] == MetricDelta().to_data()
     empty.aggregate(stats_of(pushed()))
     empty.reset()
     assert empty.is_empty()
@@ -222,7 +222,7 @@ def test_the_log_line_sums_an_interval_up(front_end: Opened) -> None:
     assert "Avg exposed time (ms)=20.0" in line
     assert "WRITEs=4, MiB pushed=8.0" in line
     assert "Avg layers per WRITE=4.0" in line
-    assert "Num successful transfers" not in line, "upstream pushed nothing"
+    assert "Num successful transfers" not in line, "vLLM pushed nothing"
     assert one.log_line() is None, "the next interval starts empty"
 
 
@@ -260,7 +260,7 @@ def test_two_loggers_get_equal_reports(front_end: Opened) -> None:
     """vLLM gives one dict to all loggers, step by step."""
     one = front_end()
     other = KVConnectorLogging(one.transfer)
-    payloads = [stats_of(pushed(), upstream_stats()).to_dict() for _ in range(3)]
+    payloads = [stats_of(pushed(), stock_stats()).to_dict() for _ in range(3)]
     for payload in payloads:
         other.observe(payload)
         one.logging.observe(payload)

@@ -369,11 +369,11 @@ def test_the_release_of_a_failed_write_releases_its_confirmation(clock: SimpleNa
     assert not transport._failed
 
 
-# WRITEs that upstream posts.
+# WRITEs that vLLM posts.
 
 
 def upstream_posts(agent: ScriptedAgent, transport: NixlTransport) -> tuple[WriteHandle, NotedPost]:
-    """As upstream does it: it ignores the state, and logs errors."""
+    """As vLLM does it: it ignores the state, and logs errors."""
     post = transport.noted()
     handle = post.make_prepped_xfer("WRITE", "local", [7, 8, 9], "remote", [20, 21, 22], notif_msg=b"")
     post.transfer(handle)

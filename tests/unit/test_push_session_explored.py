@@ -88,7 +88,7 @@ def moves(world: PushWorld) -> Iterator[Move]:
         yield lambda w: w.send(push_protocol.LinkRefused())
     if world.pushed_by_upstream:
         yield PushWorld.post_whole
-    if world.upstream_busy:
+    if world.stock_write_busy:
         yield PushWorld.deliver
         if world.state is State.WRITING_WHOLE:
             yield PushWorld.post_whole_to_next_rank

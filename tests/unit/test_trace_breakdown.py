@@ -15,7 +15,7 @@ from tests.unit.trace_rig import TwoHosts, first_token, load, process, push, wri
 
 PUSH = {"t_first_planned": 2.0, "t_last_ready": 5.0, "t_last_landed": 5.5, "t_notified": 5.6}
 LOAD = {"t_awaited": 1.0, "t_registered": 1.5, "t_settled": 6.5, "t_reported": 8.5}
-TOKEN = {"t_told": 8.75, "t_scheduled": 9.0, "t_first_token": 11.0}
+TOKEN = {"t_all_reported": 8.75, "t_scheduled": 9.0, "t_first_token": 11.0}
 UNSEEN = [None, None]
 """The parts after D's wait, without a record of D's scheduler."""
 
@@ -45,7 +45,7 @@ def test_the_hand_over_is_the_sum_of_its_parts() -> None:
 
 
 def test_a_first_token_of_p_has_no_first_step() -> None:
-    one = break_down(request_of([PUSH], [LOAD], token={"t_told": 8.75, "t_first_token": 8.875}))
+    one = break_down(request_of([PUSH], [LOAD], token={"t_all_reported": 8.75, "t_first_token": 8.875}))
     assert (one.parts["schedule"], one.parts["first step"], one.other) == (0.125, 0.0, 0.0)
     assert one.hand_over == 8.875 - PUSH["t_last_ready"]
 

@@ -180,9 +180,9 @@ def test_the_phases_of_the_scheduler(tmp_path: Path) -> None:
     write(
         tmp_path / "s.jsonl",
         process("D", "x", rank=SCHEDULER_RANK),
-        first_token("1", t_told=2.0, t_scheduled=3.0, t_first_token=7.0),
-        first_token("2", t_told=2.0, t_scheduled=None, t_first_token=4.0),
-        first_token("3", t_told=2.0, t_scheduled=None, t_first_token=None),
+        first_token("1", t_all_reported=2.0, t_scheduled=3.0, t_first_token=7.0),
+        first_token("2", t_all_reported=2.0, t_scheduled=None, t_first_token=4.0),
+        first_token("3", t_all_reported=2.0, t_scheduled=None, t_first_token=None),
     )
     events = events_of(tmp_path)
     slices = [event for event in events if event.get("cat") == "first token"]

@@ -56,9 +56,9 @@ def test_a_scheduler_has_a_file_of_its_own(tmp_path: Path) -> None:
 def test_a_scheduler_may_have_another_clock_than_its_workers(tmp_path: Path) -> None:
     write(tmp_path / "d.jsonl", process("D", "x", t=1000.0, unix=5000.0), load(t_awaited=1000.0))
     there = process("D", "y", t=990.0, unix=5000.0, rank=SCHEDULER_RANK)
-    write(tmp_path / "s.jsonl", there, first_token(t_told=991.0, t_first_token=992.0))
+    write(tmp_path / "s.jsonl", there, first_token(t_all_reported=991.0, t_first_token=992.0))
     (request,) = read_traces([tmp_path]).requests
-    assert request.first_tokens == [first_token(t_told=1001.0, t_first_token=1002.0)]
+    assert request.first_tokens == [first_token(t_all_reported=1001.0, t_first_token=1002.0)]
 
 
 def test_a_first_token_without_its_load_makes_no_request(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Messages of peers, ours and upstream's: their bytes, and the texts of refusals.
+"""Messages of peers, ours and vLLM's: their bytes, and the texts of refusals.
 
 ``test_wire_fuzz.py`` sends every odd value in every field.
 """
@@ -44,7 +44,7 @@ from layerpush.core.wire import (
 )
 from tests.unit.builders import registration
 
-UPSTREAM = {
+STOCK = {
     "request_id": "cmpl-1-abc",
     "decode_engine_id": "eng-D",
     "decode_host": "127.0.0.1",
@@ -109,7 +109,7 @@ def test_the_protocol_version_of_this_release() -> None:
 
 
 def test_a_stock_decode_worker_is_understood() -> None:
-    asked = read(packed(UPSTREAM))
+    asked = read(packed(STOCK))
     assert isinstance(asked, Registration)
     assert asked.local_block_ids == ((3, 4), (7,))
     assert (asked.decode_engine_id, asked.decode_port, asked.decode_tp_size) == ("eng-D", 5700, 2)
@@ -136,8 +136,8 @@ def test_a_first_token_may_be_none_but_not_negative() -> None:
 
 
 def test_a_registration_without_offers_equals_a_stock_one() -> None:
-    stock = {key: value for key, value in UPSTREAM.items() if not key.startswith("remote")}
-    assert encode_registration(decode_registration(packed(UPSTREAM))) == packed(stock)
+    sent = {key: value for key, value in STOCK.items() if not key.startswith("remote")}
+    assert encode_registration(decode_registration(packed(STOCK))) == packed(sent)
 
 
 def test_the_offers_of_a_registration_come_last() -> None:
@@ -154,7 +154,7 @@ NEWER = {"version": 9, "more": [{"x": b"\xff"}, None], "last": 1.5}
 
 
 def test_keys_of_a_newer_decode_worker_are_ignored() -> None:
-    assert read(packed(NEWER | UPSTREAM)) == read(packed(UPSTREAM))
+    assert read(packed(NEWER | STOCK)) == read(packed(STOCK))
 
 
 @ours
@@ -218,15 +218,15 @@ def test_an_invalid_quiet_message_is_refused(inner: str) -> None:
 @pytest.mark.parametrize(("flat", "groups"), [([3, 4], ((3, 4),)), ([], ())])
 def test_one_group_may_come_unwrapped(flat: list[int], groups: tuple[tuple[int, ...], ...]) -> None:
     offer = {"layerpush": 1, "prefill_request_id": "p", "prompt_digest": "ab"}
-    whole = read(packed({**UPSTREAM, "local_block_ids": groups, **offer}))
-    assert read(packed({**UPSTREAM, "local_block_ids": flat, **offer})) == whole
+    whole = read(packed({**STOCK, "local_block_ids": groups, **offer}))
+    assert read(packed({**STOCK, "local_block_ids": flat, **offer})) == whole
     assert isinstance(whole, Registration)
     assert whole.local_block_ids == groups
 
 
 def test_a_refusal_names_the_rule_in_words() -> None:
     with pytest.raises(WireError, match=r"`str` without control characters or a prefix of ours - at `\$.request_id`"):
-        read(packed({**UPSTREAM, "request_id": "a\nb"}))
+        read(packed({**STOCK, "request_id": "a\nb"}))
 
 
 @pytest.mark.parametrize("text", [b"\xff", b"\xed\xa0\x80", b"\xc0\x80"])
@@ -237,7 +237,7 @@ def test_invalid_utf_8_is_a_wire_error(start: bytes, text: bytes) -> None:
 
 
 def test_the_null_block_may_occur_repeatedly() -> None:
-    asked = read(packed({**UPSTREAM, "local_block_ids": [[0, 0, 0, 5], [5]]}))
+    asked = read(packed({**STOCK, "local_block_ids": [[0, 0, 0, 5], [5]]}))
     assert isinstance(asked, Registration)
     assert asked.local_block_ids == ((0, 0, 0, 5), (5,))
 
@@ -245,17 +245,17 @@ def test_the_null_block_may_occur_repeatedly() -> None:
 def test_too_many_blocks_are_a_wire_error() -> None:
     half = list(range(MAX_BLOCKS // 2))
     with pytest.raises(WireError, match="bytes"):
-        read(packed({**UPSTREAM, "local_block_ids": [list(range(MAX_BLOCKS + 1))]}))
+        read(packed({**STOCK, "local_block_ids": [list(range(MAX_BLOCKS + 1))]}))
     with pytest.raises(WireError, match=r"local_block_ids.*1048577 blocks"):
-        decode_registration(packed({**UPSTREAM, "local_block_ids": [half, half, [1]]}))
+        decode_registration(packed({**STOCK, "local_block_ids": [half, half, [1]]}))
     with pytest.raises(WireError, match="local_block_ids"):
-        read(packed({**UPSTREAM, "local_block_ids": [[0] * (MAX_BLOCKS + 1)]}))
+        read(packed({**STOCK, "local_block_ids": [[0] * (MAX_BLOCKS + 1)]}))
 
 
 def test_a_false_length_of_the_block_list_reserves_little_memory() -> None:
     """A list that claims four billion entries, and ends there."""
-    head = packed({key: value for key, value in UPSTREAM.items() if key != "local_block_ids"})
-    assert head[len(REGISTRATION_PREFIX)] == 0x80 + len(UPSTREAM) - 1
+    head = packed({key: value for key, value in STOCK.items() if key != "local_block_ids"})
+    assert head[len(REGISTRATION_PREFIX)] == 0x80 + len(STOCK) - 1
     longer = head.replace(b"\x8a\xaa", b"\x8b\xaa", 1) + b"\xaflocal_block_ids"
     for lists in (b"\xdd\xff\xff\xff\xff", b"\x91\xdd\xff\xff\xff\xff"):
         with pytest.raises(WireError, match="local_block_ids"):

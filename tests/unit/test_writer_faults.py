@@ -23,7 +23,7 @@ NEVER = 10**6
 def registered(
     faults: Faults | None = None, write_timeout_s: float = math.inf, ranks: int = 1, tokens: int = TOKENS
 ) -> tuple[ScriptedWorld, ScriptedRequest, Registration]:
-    """A prompt that its decode engine D registered first. Finished without a step, it is pushed whole by upstream."""
+    """A prompt that its decode engine D registered first. Finished without a step, it is pushed whole by vLLM."""
     world = ScriptedWorld(faults, write_timeout_s=write_timeout_s)
     prompt = ScriptedRequest("p-1", tokens, list(range(1, 9)))
     return world, prompt, world.registers(prompt, world.decoder(ranks=ranks))
@@ -265,7 +265,7 @@ def test_a_cancel_during_the_handshake_prevents_every_write(whole: bool) -> None
 
 
 def test_a_cancel_during_upstreams_write_prevents_another() -> None:
-    """A handshake that upstream had begun for another rank ends later."""
+    """A handshake that vLLM had begun for another rank ends later."""
     world, prompt, wanted = registered(Faults(hold_writes={0: 5}))
     blocks = prompt.blocks
     world.finish(prompt)

@@ -56,7 +56,7 @@ def load(name: str = "r", **fields: Any) -> LoadRecord:
 
 
 def first_token(name: str = "r", **fields: Any) -> FirstTokenRecord:
-    known: dict[str, Any] = {"request_id": f"cmpl-{name}-0-bbbbbbbb", "engine_id": "D", "t_told": 2.0}
+    known: dict[str, Any] = {"request_id": f"cmpl-{name}-0-bbbbbbbb", "engine_id": "D", "t_all_reported": 2.0}
     return FirstTokenRecord(**known | fields)
 
 
@@ -122,7 +122,7 @@ class TwoHosts:
         world.receives(word)
         self.loads[-1].clock_offset = measured
         if fails is None:
-            times = {time: self.d.now() for time in ("t_told", "t_scheduled", "t_first_token")}
+            times = {time: self.d.now() for time in ("t_all_reported", "t_scheduled", "t_first_token")}
             self.first_tokens.append(FirstTokenRecord(request_id=wanted.request_id, engine_id="D", **times))
 
     def write(self, folder: Path) -> Path:

@@ -66,7 +66,7 @@ def break_down(request: RequestTrace) -> Breakdown:
         _first(load.t_awaited for load in loads),
         *(at if at is None or settled is None else min(at, settled) for at in at_p),
         settled,
-        _last(token.t_told for token in tokens) or _last(load.t_reported for load in loads),
+        _last(token.t_all_reported for token in tokens) or _last(load.t_reported for load in loads),
         _last(token.t_scheduled or token.t_first_token for token in tokens),
         _last(token.t_first_token for token in tokens),
     ]

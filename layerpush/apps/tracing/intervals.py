@@ -51,7 +51,7 @@ def phases(load: LoadRecord) -> Iterator[tuple[str, float, float]]:
 
 def token_phases(token: FirstTokenRecord) -> Iterator[tuple[str, float, float]]:
     """Name, start and end (seconds) of each known phase of a first token. Without a step there is no "first step"."""
-    bounds = token.t_told, token.t_scheduled or token.t_first_token, token.t_first_token
+    bounds = token.t_all_reported, token.t_scheduled or token.t_first_token, token.t_first_token
     for name, (start, end) in zip(TOKEN_PHASES, pairwise(bounds), strict=True):
         if start is not None and end is not None and start < end:
             yield name, start, end

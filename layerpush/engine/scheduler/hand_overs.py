@@ -112,7 +112,7 @@ class HandOvers:
             FirstTokenRecord(
                 request_id=known.request.request_id,
                 engine_id=self._engine_id,
-                t_told=known.reported_at,
+                t_all_reported=known.reported_at,
                 t_scheduled=known.scheduled_at,
                 t_first_token=now,
             )

@@ -247,7 +247,7 @@ class PrefillRank(Process):
         return Link(engine_id, routes, regions, share=1 / len(routes), gathered=gathered)
 
     def push_whole(self, request_id: str, blocks: Any, data: dict[str, Any]) -> None:
-        """As upstream does it: one WRITE to each rank, whose end sends the completion."""
+        """As vLLM does it: one WRITE to each rank, whose end sends the completion."""
         registration = msgspec.convert(data, Registration)
         pairs = upstream_pairs(blocks[0], registration.local_block_ids[0])
         ours = self.descriptor_ids(slice(None), [source for source, _ in pairs])
