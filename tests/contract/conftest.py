@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.contract.link import FakeLink, Link, NixlLink
+from tests.contract.processes import LOOPBACK, set_ucx
 from tests.support import libfabric
 
 QUICK_BENCHES = ("test_a_wrong_byte_ends_the_benchmark_without_a_result",)
@@ -41,7 +43,16 @@ def new_link(kind: str) -> Link:
     return KINDS[kind]()
 
 
-@pytest.fixture(scope="session", params=params(KINDS))
+@pytest.fixture(scope="package", autouse=True)
+def _loopback() -> Iterator[None]:
+    before = dict(os.environ)
+    set_ucx(LOOPBACK)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="package", params=params(KINDS))
 def _shared_link(request: pytest.FixtureRequest) -> Iterator[Link]:
     link = new_link(request.param)
     yield link

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import multiprocessing
 import os
 import signal
 from typing import Any
@@ -15,6 +14,7 @@ from layerpush.transport.base import Route, Transport
 from layerpush.transport.locked import LockedAgent
 from tests.contract import peer
 from tests.contract.peer import PAUSE_SECONDS, POISON, new_agent, transport_over
+from tests.contract.processes import context
 from tests.support.fake_transport import FakeFabric
 
 COUNT, SIZE = 4096, 1024
@@ -141,11 +141,9 @@ class NixlLink(Link):
 
     def __init__(self, backend: str = "UCX", threads: int = 0) -> None:
         self.backend = backend
-
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["nixl._api"])
-        self.commands, theirs = context.Pipe()
-        self.process = context.Process(target=peer.main, args=(theirs, COUNT * SIZE, backend, threads), daemon=True)
+        forking = context()
+        self.commands, theirs = forking.Pipe()
+        self.process = forking.Process(target=peer.main, args=(theirs, COUNT * SIZE, backend, threads), daemon=True)
         self.process.start()
         theirs.close()
 

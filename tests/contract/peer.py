@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from layerpush.transport.acknowledged import AcknowledgedTransport
 from layerpush.transport.base import Transport
 from layerpush.transport.nixl import NixlTransport
+from tests.contract.processes import LOOPBACK, set_ucx
 from tests.support import libfabric
 
 POISON = 0xEE
@@ -19,7 +19,6 @@ PAUSE_SECONDS = 0.0003
 
 def new_agent(name: str, backend: str, threads: int = 0) -> Any:
     """An agent without a progress thread. ``threads`` is for UCX only."""
-    os.environ.update(UCX_TLS="tcp,self", UCX_NET_DEVICES="lo")
     from nixl._api import nixl_agent, nixl_agent_config
 
     if backend == "UCX":
@@ -37,6 +36,7 @@ def transport_over(agent: Any, backend: str) -> Transport:
 
 def main(commands: Connection, size: int, backend: str, threads: int) -> None:
     """``size``: bytes of memory to register. ``backend`` and ``threads`` are those of the agent."""
+    set_ucx(LOOPBACK)
     agent = new_agent("D", backend, threads)
     memory = np.full(size, POISON, np.uint8)
     agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")

@@ -7,6 +7,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from tests.contract.processes import LOOPBACK, set_ucx
+
 BYTES = 4 << 20
 THREADS = 0
 """NIXL's threads that have nothing to write keep sockets that a dead peer had opened to them."""
@@ -16,6 +18,7 @@ def run(commands: Connection) -> None:
     """Send the agent's metadata and the address of its memory; take the peer's metadata; answer notifications."""
     from nixl._api import nixl_agent, nixl_agent_config
 
+    set_ucx(LOOPBACK)
     agent = nixl_agent(str(uuid.uuid4()), nixl_agent_config(enable_prog_thread=False, num_threads=THREADS))
     memory = np.zeros(BYTES, np.uint8)
     agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")

@@ -1,14 +1,10 @@
-"""A process with a NIXL agent and side channels, as of a prefill engine. It prints its agent's name and stays.
-
-A script. Arguments: the port of vLLM's listener, and that of layerpush's.
-"""
+"""A process with the side channels of a prefill engine: a stock engine's, and ours."""
 
 from __future__ import annotations
 
-import sys
 import threading
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -48,16 +44,11 @@ def listener(whose: str) -> Callable[..., None]:
     return vllms
 
 
-def main(vllms: int, ours: int) -> None:
-    own = agent(str(uuid.uuid4()))
-    answers = {(0, 0): handshake(own.get_agent_metadata())}
-    for whose, port in (("vllm", vllms), ("layerpush", ours)):
-        ready, stop = threading.Event(), threading.Event()
-        threading.Thread(target=listener(whose), args=(answers, ready, stop, "127.0.0.1", port), daemon=True).start()
-        ready.wait()
-    print(own.name, flush=True)
-    sys.stdin.read()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+def serve(ports: Mapping[str, int], answers: Mapping[tuple[int, int], bytes], ready: Connection) -> None:
+    """Answer on the port of each listener. Say so to ``ready``, and stay."""
+    for whose, port in ports.items():
+        listens, stop = threading.Event(), threading.Event()
+        threading.Thread(target=listener(whose), args=(answers, listens, stop, "127.0.0.1", port), daemon=True).start()
+        listens.wait()
+    ready.send(None)
+    threading.Event().wait()

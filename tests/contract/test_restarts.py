@@ -1,8 +1,7 @@
-"""An idle engine and 20 lives of its peer, each under a new name: sockets and mapped memory do not grow."""
+"""An idle engine and 10 lives of its peer, each under a new name: sockets and mapped memory do not grow."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -20,9 +19,10 @@ from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport
 from layerpush.transport.peers import Address, Handshake, Peers, Rank
 from tests.contract import restarted
+from tests.contract.processes import context
 from tests.support.waiting import until
 
-LIVES = 20
+LIVES = 10
 PIECE = 64 << 10
 
 
@@ -119,7 +119,7 @@ def mapped_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.fixture(params=[True, False], ids=["a P, and 20 D", "a D, and 20 P"])
+@pytest.fixture(params=[True, False], ids=["a P, and 10 D", "a D, and 10 P"])
 def idle(request: pytest.FixtureRequest) -> Iterator[Idle]:
     made = Idle(request.param)
     yield made
@@ -128,13 +128,12 @@ def idle(request: pytest.FixtureRequest) -> Iterator[Idle]:
 
 @pytest.mark.slow
 def test_ended_peers_leave_no_sockets_and_no_memory(idle: Idle) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nixl._api", "tests.contract.restarted"])
+    forking = context()
     files, memory = [], []
     for number in range(LIVES):
         engine_id = f"peer-{number}"
-        ours, theirs = context.Pipe()
-        process = context.Process(target=restarted.run, args=(theirs,))
+        ours, theirs = forking.Pipe()
+        process = forking.Process(target=restarted.run, args=(theirs,))
         process.start()
         theirs.close()
         idle.connect(engine_id, process, *ours.recv())
