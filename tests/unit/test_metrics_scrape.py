@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess, values
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -306,29 +304,22 @@ def test_a_sum_of_bytes_is_right_to_the_byte(sizes: list[int]) -> None:
     assert other.into.total == sum(sizes)
 
 
-SEVERAL = """
-from prometheus_client import CollectorRegistry, generate_latest, multiprocess
-from tests.unit.test_metrics_scrape import pushed, stats_of
-from tests.metrics_front_end import FrontEnd
-registry = CollectorRegistry()
-multiprocess.MultiProcessCollector(registry)
-front_end = FrontEnd()
-for reports in (0, 2):
-    for _ in range(reports):
-        front_end.hear(stats_of(pushed()).to_dict())
-    print(generate_latest(registry).decode(), end="# next\\n")
-"""
+@pytest.fixture
+def several(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CollectorRegistry:
+    """prometheus_client keeps its values in files from now on, as in several front ends. All that they have."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr(values, "ValueClass", values.MultiProcessValue())
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    return registry
 
 
-@pytest.mark.slow
-def test_metrics_work_with_several_front_ends(tmp_path: Path) -> None:
-    """prometheus_client then keeps its values in files, which are read together."""
-    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL], env=environment, capture_output=True, text=True, check=True, timeout=100
-    )
-    for reports, text in zip((0, 2), done.stdout.split("# next\n"), strict=False):
-        scrape = Scrape(text)
+def test_metrics_work_with_several_front_ends(several: CollectorRegistry, front_end: Opened) -> None:
+    one = front_end()
+    for reports in (0, 2):
+        for _ in range(reports):
+            one.hear(stats_of(pushed()).to_dict())
+        scrape = Scrape(generate_latest(several).decode())
         for metric in CATALOG:
             suffixes = ("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",)
             assert {metric.exposed_name + suffix for suffix in suffixes} <= scrape.names
