@@ -1,0 +1,487 @@
+"""Engines of many ranks in one process, without a model: ``run`` pushes prompts from P to D and compares all of D's KV.
+
+Each engine has vLLM's scheduler, one connector per rank, vLLM's plan of the KV cache, and NIXL over loopback. Only the
+process groups are stubs: ``as_rank``. "Computing" a token writes bytes that name its layer, head and position.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import logging
+import os
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from bench.servers.model import ModelShape
+from tests.connector.conftest import PORTS
+from tests.connector.engine import block_hasher, config_of
+from tests.connector.ranks.topology import LAYERS, Kind, Side, Topology
+from tests.connector.runners import V1Runner
+from tests.e2e.models import CHANGES
+from tests.support.totals import Totals
+from tests.support.waiting import until
+
+BLOCKS, CHUNK, MAX_TOKENS = 48, 96, 512
+HEAD_SIZE, LATENT, INDEX, WINDOW = 32, 48, 20, 80
+POISON = 0xA5
+"""The bytes of a KV cache that nobody has written."""
+ATTENTION_HEADS = 8
+
+logger = logging.getLogger("vllm")
+
+
+@dataclass
+class Result:
+    """``mode`` is "by layer", "whole" or "refused"; ``reason`` has the log lines with the cause of the last two.
+
+    ``compared`` counts the bytes of D that had to change, ``needed`` those of the blocks around them, and ``sent`` the
+    bytes that each rank of P wrote. ``differing`` names the ranks of D with wrong bytes.
+    """
+
+    mode: str
+    reason: str = ""
+    compared: int = 0
+    needed: int = 0
+    sent: list[int] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
+
+
+def model(folder: Path, kind: Kind, heads: int) -> Path:
+    """A folder with the ``config.json`` of a model with this attention."""
+    path = folder / f"{kind}-{heads}"
+    if not path.exists():
+        shape = ModelShape(
+            layers=LAYERS, hidden=64, heads=ATTENTION_HEADS, kv_heads=heads, head_dim=HEAD_SIZE, intermediate=64,
+            vocabulary=1024, max_positions=2 * MAX_TOKENS,
+        )  # fmt: skip
+        changes: dict[str, Any] = {}
+        if kind in ("window", "mixed"):
+            changes = CHANGES["sliding"] | {"sliding_window": WINDOW}
+        elif kind in ("mla", "indexer"):
+            changes = CHANGES["mla"] | {"num_attention_heads": ATTENTION_HEADS, "num_key_value_heads": ATTENTION_HEADS}
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(json.dumps(shape.config() | changes))
+    return path
+
+
+def layer_specs(topology: Topology, side: Side) -> dict[str, KVCacheSpec]:
+    """What each layer's cache holds on one rank, by the layer's name."""
+    size, dtype = side.block_size, getattr(torch, side.dtype)
+    heads = len(topology.heads_of(side, 0))
+    full = FullAttentionSpec(block_size=size, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=dtype)
+    window = SlidingWindowSpec(
+        block_size=size, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=dtype, sliding_window=WINDOW
+    )
+    latent, index = (
+        MLAAttentionSpec(block_size=size, num_kv_heads=1, head_size=width, dtype=dtype) for width in (LATENT, INDEX)
+    )
+    specs: dict[str, KVCacheSpec] = {}
+    for layer in range(LAYERS):
+        attention = f"model.layers.{layer}.self_attn"
+        match topology.kind:
+            case "full":
+                specs[f"{attention}.attn"] = full
+            case "window":
+                specs[f"{attention}.attn"] = window
+            case "mixed":
+                specs[f"{attention}.attn"] = window if layer % 2 else full
+            case "mla":
+                specs[f"{attention}.attn"] = latent
+            case "indexer":
+                specs[f"{attention}.attn"] = latent
+                specs[f"{attention}.indexer.k_cache"] = index
+    return specs
+
+
+@contextmanager
+def as_rank(config: VllmConfig, tp_rank: int, pp_rank: int) -> Iterator[VllmConfig]:
+    """vLLM's process groups as this rank sees them, and its configuration. The only stub of parallelism."""
+    parallel = copy.copy(config.parallel_config)
+    parallel.rank = pp_rank * parallel.tensor_parallel_size + tp_rank
+    mine = copy.copy(config)
+    mine.parallel_config = parallel
+    tp = SimpleNamespace(rank_in_group=tp_rank, world_size=parallel.tensor_parallel_size)
+    pp = SimpleNamespace(rank_in_group=pp_rank, world_size=parallel.pipeline_parallel_size)
+    with patch.object(parallel_state, "_TP", tp), patch.object(parallel_state, "_PP", pp):
+        yield mine
+
+
+class Agent(base_worker.NixlWrapper):  # type: ignore[misc]  # NIXL has no types
+    """A NIXL agent that counts the bytes of its WRITEs as they end."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.sent, self._open = 0, set[int]()
+        super().__init__(*args, **kwargs)
+
+    def make_prepped_xfer(self, *args: Any, **kwargs: Any) -> Any:
+        handle = super().make_prepped_xfer(*args, **kwargs)
+        self._open.add(id(handle))
+        return handle
+
+    def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._counted(handle, super().transfer(handle, *args, **kwargs))
+
+    def check_xfer_state(self, handle: Any) -> Any:
+        return self._counted(handle, super().check_xfer_state(handle))
+
+    def _counted(self, handle: Any, state: str) -> str:
+        if state == "DONE" and id(handle) in self._open:
+            self._open.remove(id(handle))
+            self.sent += self.get_xfer_telemetry(handle).totalBytes
+        return state
+
+
+class Rank:
+    """One rank: its connector and its KV cache. ``memory`` are all bytes of the cache."""
+
+    def __init__(
+        self, topology: Topology, side: Side, config: VllmConfig, caches: KVCacheConfig, tp_rank: int, pp_rank: int
+    ) -> None:
+        self.name, self.coordinates = f"rank {tp_rank}", (pp_rank, tp_rank)
+        self.heads, self._groups = topology.heads_of(side, tp_rank), caches.kv_cache_groups
+        with as_rank(config, tp_rank, pp_rank) as mine, patch.object(base_worker, "NixlWrapper", Agent):
+            self.connector: Any = KVConnectorFactory.create_connector(mine, KVConnectorRole.WORKER, caches)
+            worker = self.connector.connector_worker
+            self.agent: Agent = getattr(worker.nixl_wrapper, "unlocked", worker.nixl_wrapper)
+            sizes = [worker.block_size] * len(self._groups)
+            tensors = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout[side.layout], sizes)
+            first = next(iter(tensors.values()))
+            self.memory = torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage())
+            self.memory.fill_(POISON)
+            parts = side.block_size // worker.block_size
+            self._pages = {
+                name: in_memory(tensor.view(torch.uint8), self.memory, parts) for name, tensor in tensors.items()
+            }
+            self.runner = V1Runner(self.connector, mine, tensors)
+        self.totals = None if side.stock else Totals(worker.pushes._services.meter)
+
+    def write(self, name: str, table: list[int], tokens: range, memory: torch.Tensor | None = None) -> None:
+        """Write a layer's KV of these tokens of a prompt with these blocks into ``memory``, or into the cache."""
+        page = self.page(name, memory)
+        rows = page.shape[3]
+        where = torch.arange(tokens.start, tokens.stop)
+        block = torch.tensor(table)[where // (page.shape[1] * rows)]
+        kept = block != 0  # not the null block
+        where, block = where[kept], block[kept]
+        values = content(name, self.heads, page.shape[4])[:, where]
+        page[block, where // rows % page.shape[1], :, where % rows] = values.transpose(0, 1)
+
+    def page(self, name: str, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """A layer's cache, or the same bytes of ``memory``: ``uint8 [blocks, kernel blocks, heads, tokens, bytes]``."""
+        page = self._pages[name]
+        return page if memory is None else memory.as_strided(page.shape, page.stride(), page.storage_offset())
+
+    @property
+    def layers(self) -> list[str]:
+        return list(self._pages)
+
+    def group_of(self, name: str) -> int:
+        """The index of a layer's KV cache group."""
+        return next(index for index, group in enumerate(self._groups) if name in group.layer_names)
+
+
+@cache
+def content(name: str, heads: range, width: int) -> torch.Tensor:
+    """The KV of a prompt in one layer, ``uint8 [heads, tokens, width]``: other bytes for each layer, head and token."""
+    layer = int(name.split(".")[2]) * 2 + ("indexer" in name)
+    head, token, byte = torch.meshgrid(
+        torch.tensor(heads), torch.arange(MAX_TOKENS), torch.arange(width), indexing="ij"
+    )
+    key = ((layer * 61 + head) * 1021 + token) * 256 + byte
+    return ((key * 2654435761) >> 13 & 0xFF).to(torch.uint8)
+
+
+def in_memory(tensor: torch.Tensor, memory: torch.Tensor, parts: int) -> torch.Tensor:
+    """A layer's cache as ``Rank.page`` returns it. ``parts`` kernel blocks are one block."""
+    view = tensor.view(torch.uint8)
+    shape, stride = view.shape, view.stride()
+    start = tensor.data_ptr() - memory.data_ptr()
+    return memory.as_strided((shape[0] // parts, parts, *shape[1:]), (stride[0] * parts, *stride), start)
+
+
+class Engine:
+    """A prefill or decode engine: a scheduler, and ranks that run each of its steps one after the other."""
+
+    def __init__(self, topology: Topology, side: Side, role: str, folder: Path, index: int = 0) -> None:
+        self.port = PORTS.take()
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.port)
+        self.topology, self.side, self.engine_id = topology, side, f"{role}-{self.port}"
+        self.config = config = config_of(
+            model(folder, topology.kind, topology.heads),
+            role,
+            self.engine_id,
+            {"granularity": "layer", "packing": "off", "num_threads": 1} if not side.stock else {"num_threads": 1},
+            "NixlPushConnector" if side.stock else "LayerwisePushConnector",
+            tensor_parallel_size=side.tp,
+            pipeline_parallel_size=side.pp,
+            dtype=side.dtype,
+            max_model_len=MAX_TOKENS,
+            num_gpu_blocks_override=BLOCKS,
+            disable_hybrid_kv_cache_manager=False,
+            async_scheduling=False,
+        )
+        config.cache_config.block_size = side.block_size  # vLLM's CPU platform would change MLA's
+        config.cache_config.enable_prefix_caching = topology.cached > 0
+        config.cache_config.kv_cache_layout = side.layout
+        config.scheduler_config.max_num_batched_tokens = CHUNK if role == "kv_producer" else MAX_TOKENS
+        config.scheduler_config.enable_chunked_prefill = True
+        specs = layer_specs(topology, side)
+        coordinates = list(product(range(side.pp), range(side.tp)))
+        share = len(specs) // side.pp
+        stages = [dict(list(specs.items())[pp * share : (pp + 1) * share]) for pp in range(side.pp)]
+        caches = get_kv_cache_configs(config, [stages[pp] for pp, _ in coordinates], [1 << 40] * len(coordinates))
+        for one in caches:
+            one.kv_cache_layout = side.layout
+        config.cache_config.num_gpu_blocks = caches[0].num_blocks
+        self.scheduler = Scheduler(
+            config, generate_scheduler_kv_cache_config(caches), StructuredOutputManager(config), side.block_size
+        )
+        shuffle(self.scheduler.kv_cache_manager.block_pool, f"{role}-{index}")
+        self.ranks = [
+            Rank(topology, side, config, one, tp, pp) for one, (pp, tp) in zip(caches, coordinates, strict=True)
+        ]
+        contacts = {rank.coordinates: rank.connector.get_handshake_metadata() for rank in self.ranks}
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(contacts)
+        self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, len(self.ranks))
+        self.requests: dict[str, Request] = {}
+        self.sent: set[str] = set()
+        self.received: set[str] = set()
+        self.failed: set[str] = set()
+        self.finished: set[str] = set()
+
+    def add(self, request_id: str, params: dict[str, Any] | None, tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"kv_transfer_params": params})
+        sampling.update_from_generation_config({}, None)
+        hasher = block_hasher() if self.topology.cached else None
+        prompt = list(range(3, 3 + tokens))
+        self.requests[request_id] = Request(request_id, prompt, sampling, None, block_hasher=hasher)
+        self.scheduler.add_request(self.requests[request_id])
+
+    def blocks(self, request_id: str) -> list[list[int]]:
+        """The request's blocks in each KV cache group."""
+        return [list(table) for table in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
+
+    def params_from(self, p: Engine, request_id: str) -> dict[str, Any]:
+        """The ``kv_transfer_params`` of D's request, as a router gives them."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": p.engine_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": p.port,
+            "remote_request_id": request_id,
+            "tp_size": p.side.tp,
+            "pp_size": p.side.pp,
+        }
+
+    @property
+    def registrations(self) -> int:
+        """How many registrations each rank of P has that wait for their request."""
+        workers = [rank.connector.connector_worker for rank in self.ranks]
+        if self.side.stock:
+            return min(len(worker._pending_d_registrations) for worker in workers)
+        return min(int(worker.claims.pending) for worker in workers)
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        ids = list(output.num_scheduled_tokens)
+        results = []
+        for rank in self.ranks:
+            mine = copy.copy(output)  # each worker unpickles its own
+            mine.kv_connector_metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
+            forward = partial(self._forward, rank, output) if ids else None
+            results.append(self._result(output, ids, rank.runner.run(mine, forward)))
+        merged = self.aggregator.aggregate(results)
+        assert merged is not None
+        news = merged.kv_connector_output or KVConnectorOutput()
+        self.sent |= news.finished_sending or set()
+        self.received |= (news.finished_recving or set()) - news.failed_recving
+        self.failed |= news.failed_recving
+        for outputs in self.scheduler.update_from_output(output, merged).values():
+            self.finished |= {one.request_id for one in outputs.outputs if one.finished}
+
+    def _result(self, output: SchedulerOutput, ids: list[str], news: KVConnectorOutput) -> ModelRunnerOutput:
+        ready = [one for one in ids if self._computed(one) >= self.requests[one].num_prompt_tokens]
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={one: index for index, one in enumerate(ids)},
+            sampled_token_ids=[[7] if one in ready else [] for one in ids],
+            kv_connector_output=news,
+        )
+
+    def _computed(self, request_id: str) -> int:
+        return int(self.requests[request_id].num_computed_tokens)  # schedule() has counted this step already
+
+    def _forward(self, rank: Rank, output: SchedulerOutput, layers: Any) -> None:
+        for name in layers:
+            for request_id, count in output.num_scheduled_tokens.items():
+                end = self._computed(request_id)
+                tokens = range(end - count, min(end, self.requests[request_id].num_prompt_tokens))
+                if tokens:
+                    table = self.blocks(request_id)[rank.group_of(name)]
+                    rank.write(name, table, tokens)
+            rank.runner.attended(name)
+
+    def shutdown(self) -> None:
+        for rank in self.ranks:
+            rank.connector.shutdown()
+        self.scheduler.shutdown()
+
+
+def shuffle(pool: Any, seed: str) -> None:
+    """Put the free blocks into another order, so that equal block ids on P and D mean nothing."""
+    blocks = pool.get_new_blocks(pool.get_num_free_blocks())
+    random.Random(seed).shuffle(blocks)
+    pool.free_blocks(blocks)
+
+
+class Lines(logging.Handler):
+    """Keeps the warnings and errors of vLLM's loggers."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = f": {record.exc_info[1]!r}" if record.exc_info else ""
+        self.lines.append(record.getMessage() + error)
+
+
+@dataclass
+class Prompt:
+    """A prompt on its way from ``p`` to ``d``, with its blocks on ``d`` in each KV cache group."""
+
+    name: str
+    p: Engine
+    d: Engine
+    tables: list[list[int]]
+
+    @property
+    def failed(self) -> bool:
+        """D has given it up, or P has: a stock D does not learn of that."""
+        outcomes = [rank.totals.outcomes for rank in self.p.ranks if self.d.side.stock and rank.totals is not None]
+        return self.name in self.d.failed or any(outcome["failed"] for outcome in outcomes)
+
+    @property
+    def over(self) -> bool:
+        return self.failed or (self.name in self.d.received and self.name in self.p.sent)
+
+
+def run(topology: Topology, folder: Path) -> Result:
+    """Push each prompt and compare all of D's memory. ``folder`` is for the models' configurations."""
+    lines = Lines()
+    logger.addHandler(lines)
+    engines: list[Engine] = []
+    try:
+        return _run(topology, folder, engines, lines.lines)
+    finally:
+        logger.removeHandler(lines)
+        while engines:
+            engines.pop().shutdown()
+        gc.collect()  # NIXL's agents end with their last reference, and their threads with them
+
+
+def _run(topology: Topology, folder: Path, engines: list[Engine], lines: list[str]) -> Result:
+    def build(side: Side, role: str) -> list[Engine]:
+        engines.extend(Engine(topology, side, role, folder, index) for index in range(side.dp))
+        return engines[-side.dp :]
+
+    def step_until(done: Callable[[], bool], what: str) -> None:
+        def look() -> bool:
+            for engine in engines:
+                engine.step()
+            return done()
+
+        until(look, what, pause_s=0.002)
+
+    try:
+        ps, ds = build(topology.p, "kv_producer"), build(topology.d, "kv_consumer")
+    except (NotImplementedError, ValueError, RuntimeError, AssertionError) as error:
+        return Result("refused", repr(error))
+    if topology.cached:
+        for d in ds:
+            d.add("warm", None, topology.cached)
+        step_until(lambda: all("warm" in d.finished for d in ds), "a prompt in the prefix cache")
+    before = {d: [rank.memory.clone() for rank in d.ranks] for d in ds}
+    prompts = []
+    for (i, p), (j, d) in product(enumerate(ps), enumerate(ds)):
+        d.add(f"r-{i}-{j}", d.params_from(p, f"r-{i}-{j}"), topology.tokens)
+        d.step()
+        prompts.append(Prompt(f"r-{i}-{j}", p, d, d.blocks(f"r-{i}-{j}")))
+    step_until(
+        lambda: all(p.registrations >= len(ds) for p in ps) or all(one.over for one in prompts),
+        "registrations on all ranks of P",
+    )
+    for one in prompts:
+        one.p.add(one.name, {"do_remote_decode": True, "do_remote_prefill": False}, topology.tokens)
+    step_until(lambda: all(one.over for one in prompts), "the end of all pushes")
+    totals = [rank.totals for p in ps for rank in p.ranks if rank.totals is not None]
+    fallbacks = sorted({reason for one in totals for reason in one.fallbacks})
+    result = Result("by layer" if totals and not fallbacks else "whole", "; ".join(fallbacks))
+    if any(one.failed for one in prompts):
+        result = Result("refused", "\n".join(lines))
+    result.sent = [rank.agent.sent for p in ps for rank in p.ranks]
+    for d, memories in before.items():
+        for rank, memory in zip(d.ranks, memories, strict=True):
+            judge(rank, memory, [one for one in prompts if one.d is d], topology.tokens, result)
+    return result
+
+
+def judge(rank: Rank, before: torch.Tensor, prompts: list[Prompt], tokens: int, result: Result) -> None:
+    """Compare all of a D rank's memory. Of a prompt's last block, the rows behind the prompt may have any bytes, and
+    so may all of its blocks if it was refused.
+    """
+    expected, free = before.clone(), torch.zeros(len(before), dtype=torch.bool)
+    for name, prompt in product(rank.layers, prompts):
+        blocks = prompt.tables[rank.group_of(name)]
+        page = rank.page(name, free)
+        size = page.shape[1] * page.shape[3]
+        if prompt.failed:
+            page[[block for block in blocks if block]] = True
+            continue
+        rank.write(name, blocks, range(tokens), expected)
+        rows = page.shape[3]
+        for position in range(tokens, -(-tokens // size) * size):
+            page[blocks[position // size], position // rows % page.shape[1], :, position % rows] = True
+    changed = expected != before
+    for name, prompt in product(rank.layers, prompts):
+        page = rank.page(name, changed)[[block for block in prompt.tables[rank.group_of(name)] if block]]
+        result.needed += int(page.flatten(1).any(1).sum()) * page[0].numel()
+    result.compared += int(changed.sum())
+    if wrong := int((~free & (rank.memory != expected)).sum()):
+        result.differing.append(f"{rank.name}: {wrong} bytes")

@@ -1,0 +1,79 @@
+"""A pair of engines of many ranks: what ``tests.connector.ranks.rig`` builds, and what its run is expected to do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["full", "window", "mixed", "mla", "indexer", "states"]
+"""The model's attention: ``mixed`` has full and sliding layers, ``states`` full layers and Mamba-2."""
+
+LAYERS = 4
+TABLE = Path(__file__).with_name("table.json")
+
+
+@dataclass(frozen=True)
+class Side:
+    """P or D. ``dp`` engines, each of ``pp`` stages of ``tp`` ranks. ``stock``: with vLLM's push connector.
+
+    ``layout`` names the axes of the KV cache from the outermost: layers, blocks, heads, tokens, content.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    block_size: int = 32
+    layout: str = "LBHNC"
+    dtype: str = "float32"
+    stock: bool = False
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One prompt of ``tokens`` tokens goes from each engine of P to each engine of D.
+
+    ``heads`` are the model's KV heads; MLA has one latent vector per token instead. D's prefix cache has the prompt's
+    first ``cached`` tokens.
+    """
+
+    kind: Kind = "full"
+    p: Side = Side()
+    d: Side = Side()
+    heads: int = 4
+    tokens: int = 200
+    cached: int = 0
+
+    def heads_of(self, side: Side, rank: int) -> range:
+        """The KV heads that a tensor parallel rank holds. With more ranks than heads, several ranks hold one head."""
+        if self.kind in ("mla", "indexer"):
+            return range(1)
+        if side.tp > self.heads:
+            head = rank * self.heads // side.tp
+            return range(head, head + 1)
+        share = self.heads // side.tp
+        return range(rank * share, (rank + 1) * share)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A topology and the result that is expected of it. ``copies``: how often P sends each byte that D needs."""
+
+    row: str
+    topology: Topology
+    mode: str
+    reason: str = ""
+    copies: int = 0
+
+
+def cases() -> list[Case]:
+    """The cases of ``table.json``, which docs/compatibility.md shows."""
+    found = []
+    for row in json.loads(TABLE.read_text()):
+        for case in row["cases"]:
+            shared = case.pop("both", {})
+            sides = {name: Side(**shared | case.pop(name, {})) for name in ("p", "d")}
+            topology = Topology(**sides, **case)
+            found.append(Case(row["name"], topology, row["mode"], row.get("reason", ""), row.get("copies", 0)))
+    return found
