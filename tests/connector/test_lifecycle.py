@@ -37,7 +37,7 @@ def step_until(*engines: Engine, done: Callable[[], object]) -> None:
             engine.step()
         return done()
 
-    until(look)
+    until(look, pause_s=0.004)
 
 
 def registered(p: Engine) -> None:

@@ -130,7 +130,7 @@ def test_with_layerwise_off_nothing_is_logged(engine: Build, caplog: pytest.LogC
 
 
 def test_upstreams_settings_pass_through(engine: Build) -> None:
-    p = engine("kv_producer", {"num_threads": 0, "kv_lease_duration": 7})
+    p = engine("kv_producer", {"kv_lease_duration": 7})
     assert p.connector.connector_scheduler._kv_lease_duration == 7
 
 
@@ -146,7 +146,7 @@ def test_one_nixl_agent_is_made(engine: Build, monkeypatch: pytest.MonkeyPatch) 
         return agent(*args, **kwargs)
 
     monkeypatch.setattr(base_worker, "NixlWrapper", counting)
-    engine("kv_producer")
+    engine("kv_producer", {"num_threads": 4})
     assert len(made) == 1
 
 
