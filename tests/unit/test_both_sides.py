@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,11 @@ STORMS = 25
 """Of each test. A test of more storms could take too long on a busy machine."""
 MUTANT_STORMS = 300
 """Twice as many as the most elusive mutant needs."""
+
+
+def half(parts: int) -> list[Any]:
+    """Parts of a test. `make test-all` runs the second half of them, too."""
+    return [pytest.param(part, marks=pytest.mark.exhaustive if 2 * part >= parts else ()) for part in range(parts)]
 
 
 def storms(part: int, count: int = STORMS) -> range:
@@ -79,7 +85,7 @@ def test_storms_end_well(part: int) -> None:
     assert all(totals.tokens[missing] for missing in ("late", "other_sampling")), totals.tokens
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", half(4))
 @pytest.mark.parametrize("plan", [None, "mixed"])
 def test_storms_on_an_unordered_network_end_well(plan: str | None, part: int) -> None:
     """Bytes land after the end of their WRITE, and other notifications overtake them."""
@@ -89,7 +95,7 @@ def test_storms_on_an_unordered_network_end_well(plan: str | None, part: int) ->
     assert plans["whole"], plans
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", half(4))
 @pytest.mark.parametrize("plan", ["gather", "mixed"])
 def test_storms_over_staging_memory_end_well(plan: str, part: int) -> None:
     plans = ended(storm(seed, packing={"plan": plan}) for seed in storms(part)).plans
@@ -140,7 +146,7 @@ FULL_STORMS = 10
 FULL_FAULT_RATES = {"drop": 0.1, "duplicate": 0.3, "reorder": 0.3, "delay": 0.5}
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", half(5))
 def test_full_caches_end_well_in_a_storm(part: int) -> None:
     seeds = storms(part, FULL_STORMS)
     outcomes = ended(full_caches(seed, HOME_S, **FULL_FAULT_RATES) for seed in seeds).outcomes

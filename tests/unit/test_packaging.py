@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import setuptools  # noqa: F401  # pip imports Python's distutils; vLLM, if imported later, needs that of setuptools
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -542,7 +543,7 @@ def test_pip_accepts_the_commands_of_a_dockerfile(dockerfile: Path, built: Built
     """pip resolves them against the environment of the tests, and installs nothing. That environment lacks vLLM's CUDA
     build and vLLM's router.
     """
-    places = {"/src/layerpush": str(built.sdist)} | {f"/src/{name}": str(REQUIREMENTS / name) for name in LOCKS}
+    places = {"/src/layerpush": str(built.wheel)} | {f"/src/{name}": str(REQUIREMENTS / name) for name in LOCKS}
     lacking = tmp_path / "cuda.lock"  # the environment lacks nixl-cu12
     lacking.write_text(re.sub(r"nixl-cu12==(.*\\\n)+.*\n", "", (REQUIREMENTS / "cuda.lock").read_text()))
     places["/src/cuda.lock"] = str(lacking)

@@ -8,6 +8,10 @@ import sys
 
 import pytest
 
+from layerpush import plugin
+from layerpush.compat.patches import PatchHook
+from layerpush.core.config import CONNECTOR_NAME, ConfigError
+
 # vLLM's own way to call us: through the entry point of the installed package.
 LOAD = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
 
@@ -63,42 +67,30 @@ assert (cls.__module__, cls.__qualname__) == ("layerpush.connector", "LayerwiseP
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-def test_an_unknown_patch_and_a_foreign_class_of_that_name_stop_vllm_with_a_clear_error() -> None:
-    """A process of vLLM ends with the error of a plugin's function."""
-    done = python(
-        """
-import os
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from layerpush import plugin
-from layerpush.core.config import CONNECTOR_NAME, ConfigError
+def test_an_unknown_patch_and_a_foreign_class_of_that_name_stop_vllm_with_a_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM does not catch the error of a plugin's function."""
+    from vllm import plugins
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-os.environ["LAYERPUSH_WITHOUT_PATCHES"] = "other"
-try:
-    plugin.register()
-except ConfigError as error:
-    print(error)
-del os.environ["LAYERPUSH_WITHOUT_PATCHES"]
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {**KVConnectorFactory._registry})
+    monkeypatch.setattr(plugin, "_registered", False)
 
-def try_with(module):
-    KVConnectorFactory._registry.pop(CONNECTOR_NAME, None)
-    KVConnectorFactory.register_connector(CONNECTOR_NAME, module, "OrderedDict")
+    def load(holder: str) -> None:
+        KVConnectorFactory._registry.pop(CONNECTOR_NAME, None)
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, holder, "OrderedDict")
+        monkeypatch.setattr(plugins, "plugins_loaded", False)
+        plugins.load_general_plugins()
 
-try_with("gone")
-try:
-    plugin.register()
-except plugin.ConnectorNameError as error:
-    print(error)
-try_with("collections")
-"""
-        + LOAD
-        + "print('went on')"
-    )
-    assert done.returncode != 0
-    assert "went on" not in done.stdout
-    assert "no patch other; known: request-checks" in done.stdout
-    taken = "the name 'LayerwisePushConnector' already belongs to "
-    assert f"{taken}a class that cannot be imported (ModuleNotFoundError" in done.stdout
-    last = done.stderr.strip().splitlines()[-1]
-    assert f"ConnectorNameError: layerpush cannot register its vLLM connector: {taken}collections.OrderedDict" in last
-    assert "VLLM_PLUGINS" in last
+    taken = f"layerpush cannot register its vLLM connector: the name '{CONNECTOR_NAME}' already belongs to "
+    with pytest.raises(plugin.ConnectorNameError, match=f"{taken}a class that cannot be imported .ModuleNotFoundError"):
+        load("gone")
+    with pytest.raises(plugin.ConnectorNameError, match=f"{taken}collections.OrderedDict.*VLLM_PLUGINS"):
+        load("collections")
+    monkeypatch.setenv("LAYERPUSH_WITHOUT_PATCHES", "other")
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if not isinstance(each, PatchHook)])
+    with pytest.raises(ConfigError, match="no patch other; known: request-checks"):
+        plugin.register()

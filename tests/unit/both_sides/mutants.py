@@ -266,7 +266,7 @@ def steps_of_a_revoked_request_still_count(patch: Patch) -> None:
     patch.setattr(StepEvents, "take_revoked", dropped)
 
 
-@mutant()
+@mutant(seed=50)
 def a_completion_does_not_wait_for_the_scheduler(patch: Patch) -> None:
     """Another connector's lost block is found out after the step."""
     settle = PushSession._settle
@@ -288,7 +288,7 @@ def a_lost_write_counts_as_landed(patch: Patch) -> None:
     patch.setattr(PushSession, "handle", mutated)
 
 
-@mutant(hold_writes=0.8)
+@mutant(seed=58, hold_writes=0.8)
 def a_request_says_where_a_connected_engine_is(patch: Patch) -> None:
     """vLLM connected the engine for a heartbeat; a request's address replaces the handshake's."""
     reach, forget = Connections.reach, Connections.forget
@@ -308,6 +308,6 @@ def a_request_says_where_a_connected_engine_is(patch: Patch) -> None:
     patch.setattr(Connections, "address", lambda self, engine_id: asked.get((self, engine_id)))
 
 
-@mutant(hold_writes=1.0, most=120)
+@mutant(seed=75, hold_writes=1.0, most=120)
 def a_lease_ends_under_writes(patch: Patch) -> None:
     patch.setattr(Pushes, "writes_in_flight", lambda self, request_id: False)

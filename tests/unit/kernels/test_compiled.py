@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import triton
@@ -44,9 +47,17 @@ def accesses(kernel: CompiledKernel, instruction: str) -> list[int]:
     return [int(lanes or 1) * int(bits) // 8 for lanes, bits in found]
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("gather", [False, True])
-@pytest.mark.parametrize("unit", [16, 8, 4, 2, 1])
+def rows(*every: list[Any], quick: Callable[..., bool]) -> list[Any]:
+    """All combinations. `make test` runs those for which ``quick`` is true."""
+    return [
+        pytest.param(*row, marks=() if quick(*row) else pytest.mark.exhaustive) for row in itertools.product(*every)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("unit", "gather", "split"),
+    rows([16, 8, 4, 2, 1], [False, True], [False, True], quick=lambda unit, _, split: split or unit == 16),
+)
 def test_every_access_is_one_unit(unit: int, gather: bool, split: bool) -> None:
     kernel = compiled(table=True, GATHER=gather, SPLIT=split, UNIT=unit)
     assert accesses(kernel, "st") == [unit] * ACCESSES
@@ -60,9 +71,10 @@ def test_a_single_cache_needs_no_pointer(ids: str) -> None:
     assert sorted(accesses(kernel, "ld")) == [int(ids[1:]) // 8] + [16] * ACCESSES
 
 
-@pytest.mark.parametrize("gpu", CAPABILITIES)
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize(
+    ("gpu", "gather", "split"),
+    rows(list(CAPABILITIES), [False, True], [False, True], quick=lambda gpu, *both: gpu == "H100" or all(both)),
+)
 def test_all_loads_of_a_tile_are_in_flight_together(gather: bool, split: bool, gpu: str) -> None:
     """In the machine code too: four loads of 128 bits, then four stores, nothing spilled, no shared memory."""
     kernel = compiled(table=True, gpu=gpu, GATHER=gather, SPLIT=split, UNIT=16)
