@@ -31,8 +31,10 @@ THREADS = {
 FEW = 1
 """WRITEs, messages or copies before a fault in the middle of a push. A push has few, because layers share WRITEs."""
 WARM_UP_S = 30.0
-PAUSE_S = 0.01
+PAUSE_S = 0.02
 """Between two looks at an engine: a look takes the time of its main thread."""
+LONG_PAUSE_S = 0.1
+"""Between two looks of a wait for seconds."""
 SERIOUS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
 UPSTREAM_ECHO = "Skipping KV post-processing for failed request"
 
@@ -118,7 +120,7 @@ def check_load_failed(handoff: Handoff, reference: Reference, timeout: float) ->
 
 def check_serves(p: EngineHost, d: EngineHost, reference: Reference, seed: int) -> None:
     """Check that both go on: a push is right byte for byte, goes by layer, and has P's forced plan."""
-    handoff = send(p, d, prompt(700, seed=seed), "early")
+    handoff = send(p, d, prompt(350, seed=seed), "early")
     check(handoff.outcome(), reference)
     push = check_planned(handoff)
     assert push.outcome == "completed"
@@ -158,7 +160,7 @@ def all_along(true: Callable[[], bool], seconds: float, what: str) -> None:
     started = time.monotonic()
     while time.monotonic() - started < seconds:
         assert true(), f"not all along: {what}"
-        time.sleep(PAUSE_S)
+        time.sleep(LONG_PAUSE_S)
 
 
 class LogView:

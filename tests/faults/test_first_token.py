@@ -7,10 +7,10 @@ import pytest
 from tests.e2e import probes, wirefaults
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Handoff, Reference, check
+from tests.e2e.handoff import Handoff, Reference, check, introduce
 from tests.e2e.test_first_token import PATIENCE_S, check_origins, origins
 from tests.faults import engines
-from tests.faults.checks import LogView, check_serves, early, warm_up
+from tests.faults.checks import LogView, check_serves, early
 
 LENGTH = 700
 FIRST_TOKEN = "firsttoken"
@@ -20,7 +20,7 @@ FIRST_TOKEN = "firsttoken"
 def pair(fleet: Fleet) -> Iterator[tuple[EngineHost, EngineHost]]:
     """A P, and a D that starts its answers with P's token."""
     p, d = fleet.get(engines.P, engines.D)
-    warm_up(p, d)
+    introduce(p, d)
     d.call(probes.await_tokens, PATIENCE_S)
     p.call(wirefaults.watch)
     yield p, d
@@ -63,7 +63,7 @@ def test_token_doubled(pair: tuple[EngineHost, EngineHost], reference: Reference
     check_origins(d, before, prefill=1)
 
 
-@pytest.mark.parametrize(("token", "origin"), [(-1, "late"), (2**31, "late"), (1024, "invalid")])
+@pytest.mark.parametrize(("token", "origin"), [(-1, "late"), engines.for_test_all(2**31, "late"), (1024, "invalid")])
 def test_token_forged(
     pair: tuple[EngineHost, EngineHost], reference: Reference, log: LogView, token: int, origin: str
 ) -> None:

@@ -1,7 +1,5 @@
 """P's part of a request ends early: its client aborts, it is preempted, killed or stopped."""
 
-import itertools
-
 import pytest
 
 from tests.e2e import probes, wirefaults
@@ -29,7 +27,7 @@ from tests.faults.checks import (
     warm_up,
 )
 
-LENGTH = 1500
+LENGTH = 1000
 MOMENTS = {
     "before the first WRITE": ("post", 0),
     "between WRITEs": ("landed:merged", 0),
@@ -37,7 +35,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
+@pytest.mark.parametrize("d_spec", [engines.for_test_all(engines.D), engines.D_FAIL], ids=["recompute", "fail"])
 def test_aborted_on_p(fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec) -> None:
     """D's load fails at once. D's policy decides about the request."""
     p, d = fleet.get(engines.P, d_spec)
@@ -111,13 +109,13 @@ def test_preempted_and_resumed(fleet: Fleet, reference: Reference, log: LogView,
 @pytest.mark.parametrize(
     ("d_spec", "moment", "packing"),
     [
-        *itertools.product([engines.D], MOMENTS, ["auto"]),
-        (engines.D_FAIL, "between WRITEs", "auto"),
-        *(
-            pytest.param(engines.D_FAIL, moment, "auto", marks=pytest.mark.exhaustive)
-            for moment in ("before the first WRITE", "after the last WRITE")
-        ),
-        pytest.param(engines.D, "between WRITEs", "gather", marks=pytest.mark.exhaustive),
+        (engines.D_FAIL, "before the first WRITE", "auto"),
+        (engines.D, "between WRITEs", "auto"),
+        (engines.D, "after the last WRITE", "auto"),
+        engines.for_test_all(engines.D, "before the first WRITE", "auto"),
+        engines.for_test_all(engines.D_FAIL, "between WRITEs", "auto"),
+        engines.for_test_all(engines.D_FAIL, "after the last WRITE", "auto"),
+        engines.for_test_all(engines.D, "between WRITEs", "gather"),
     ],
     ids=described,
 )
@@ -151,7 +149,7 @@ def test_p_killed(
 
 @pytest.mark.parametrize(
     ("same_id", "packing"),
-    [(True, "auto"), (False, "auto"), pytest.param(True, "gather", marks=pytest.mark.exhaustive)],
+    [(True, "auto"), engines.for_test_all(False, "auto"), engines.for_test_all(True, "gather")],
     ids=["same id", "new id", "same id, gather"],
 )
 def test_p_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: bool, packing: engines.Packing) -> None:
@@ -161,7 +159,6 @@ def test_p_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: 
     check_serves(p, d, reference, seed=307)
     successor = restart(fleet, p, same_id=same_id)
     check_serves(successor, d, reference, seed=308)
-    check_serves(successor, d, reference, seed=309)
 
 
 def test_p_restarted_while_d_waits(fleet: Fleet, reference: Reference, log: LogView) -> None:
@@ -222,7 +219,7 @@ def test_p_stopped_before_it_began(fleet: Fleet, reference: Reference, log: LogV
 
 def fill_cache(d: EngineHost, reference: Reference, seed: int) -> None:
     """Send plain prompts that need more blocks than D has: every free block gets a new owner."""
-    requests = [Request(new_id(), prompt(1000 + number, seed=seed), None, 4) for number in range(6)]
+    requests = [Request(new_id(), prompt(1000 + number, seed=seed), None, 4) for number in range(5)]
     d.add(*requests)
     for request in requests:
         assert d.wait_output(request.request_id).token_ids == reference.tokens(request.token_ids, 4)
