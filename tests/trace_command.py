@@ -1,15 +1,17 @@
-"""Runs ``layerpush trace`` as a user does, and reads its files."""
+"""Runs ``layerpush trace``, and reads its files."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from click.testing import Result
+from typer.testing import CliRunner
+
+from layerpush.apps.cli import app
 from tests.support.waiting import until
 
 Fields = dict[str, Any]
@@ -17,11 +19,10 @@ wait_for = partial(until, pause_s=0.02)
 HAND_OVER = ("exposed", "notification", "D wait", "schedule", "first step")
 
 
-def trace(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """``layerpush trace ...`` in a process of its own, which must end well."""
-    command = [sys.executable, "-m", "layerpush", "trace", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+def trace(*arguments: object) -> Result:
+    """``layerpush trace ...``, which must end well. tests/unit/test_trace_command.py starts it as a program."""
+    done = CliRunner().invoke(app, ["trace", *map(str, arguments)], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
     return done
 
 

@@ -11,7 +11,7 @@ from tests.e2e.proxyrig import MODEL
 PAGE = Path(__file__).parents[2] / "docs/kv-transfer-params.md"
 
 
-def concurrent_example(prefill: Engine, decode: Engine, prompt: str) -> str:
+def concurrent_example(prefill: Engine, decode: Engine, prompt: str, max_tokens: int) -> str:
     section = PAGE.read_text().split("## Concurrent\n")[1].split("\n## ")[0]
     (commands,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
     (pages_prompt,) = re.findall(r'^prompt="(.*)"$', commands, re.MULTILINE)
@@ -23,7 +23,7 @@ def concurrent_example(prefill: Engine, decode: Engine, prompt: str) -> str:
         ("5600", str(prefill.side_channel_port)),
         ('"MODEL"', f'"{MODEL}"'),
         (f'prompt="{pages_prompt}"', f'prompt="{prompt}"'),
-        ('"max_tokens": 64', '"max_tokens": 64, "temperature": 0'),
+        ('"max_tokens": 64', f'"max_tokens": {max_tokens}, "temperature": 0'),
     ):
         commands = commands.replace(there, here)
     assert "10.0.0." not in commands

@@ -23,9 +23,10 @@ from tests.metrics_scrape import Scrape
 
 START_S, ANSWER_S, STOP_S = 400.0, 120.0, 40.0
 PAGES_PORTS = (8000, 8100, 8200, 5600, 5700)
-# Pages expect a GPU for each engine. With these options an engine runs on a small part of this machine.
+# Pages expect a GPU for each engine. With these options an engine runs on a small part of this machine. The page's chat
+# names no length of its answer: it fills the context.
 ON_A_CPU = (
-    "--dtype float32 --max-model-len 512 --block-size 32 --max-num-seqs 8 "
+    "--dtype float32 --max-model-len 128 --block-size 32 --max-num-seqs 8 "
     "--kv-cache-memory-bytes 268435456 --enforce-eager"
 )
 STAND_INS: Mapping[str, str] = {

@@ -19,16 +19,7 @@ import openai
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from bench.servers.engines import (
-    LOOPBACK,
-    SERVED_NAME,
-    Engine,
-    EngineGroup,
-    EngineSpec,
-    Place,
-    Role,
-    no_proxy,
-)
+from bench.servers.engines import SERVED_NAME, Engine, EngineGroup, EngineSpec, Role, no_proxy
 from bench.servers.interrupts import Interrupts
 from bench.servers.model import ModelShape, write_model
 from bench.servers.ports import PortAllocator
@@ -95,14 +86,13 @@ def ask_and_leave(url: str, body: Mapping[str, object], when: Callable[[], objec
 
 @dataclass
 class Rig:
-    """A plain engine for the right answers, a P, two D, and a proxy in front of P and D. The second D starts its
-    answers with P's token.
+    """A P, two D, and a proxy in front of P and D. The second D starts its answers with P's token. P's answers without
+    a transfer are the right ones.
     """
 
     scratch: Path
     ports: PortAllocator
     url: str
-    plain: Engine
     prefill: Engine
     decodes: list[Engine]
     start_prefill: Callable[[str], Engine]
@@ -117,8 +107,8 @@ class Rig:
 
     @property
     def expected(self) -> openai.OpenAI:
-        """The client of the plain engine, which gives the right answers."""
-        return client_of(self.plain.url)
+        """The client of P, which gives the right answers."""
+        return client_of(self.prefill.url)
 
     def proxy(self, *options: str, module: str = PROXY) -> contextlib.AbstractContextManager[ProxyProcess]:
         """Another proxy in front of the same engines."""
@@ -186,16 +176,15 @@ def rig(scratch: Path) -> Iterator[Rig]:
             return group.start(server_spec(engine_id, "prefill", model, WORDS, extra=tracing))
 
         others = groups.enter_context(EngineGroup(scratch, interrupts, ports))
-        plain = others.start(server_spec("plain", "plain", model, WORDS))
         decodes = [
             others.start(server_spec(f"decode-{index}", "decode", model, WORDS, DETAILS, extra={"first_token": origin}))
             for index, origin in enumerate(("decode", "prefill"))
         ]
         prefill = start_prefill("prefill-first")
-        others.wait_ready([plain, *decodes])
+        others.wait_ready(decodes)
         until(prefill.is_ready, "P is ready", START_TIMEOUT_S)
         with proxy(scratch, ports.take(), prefill, decodes) as served:
-            running = Rig(scratch, ports, served.url, plain, prefill, decodes, start_prefill)
+            running = Rig(scratch, ports, served.url, prefill, decodes, start_prefill)
             running.introduce()
             yield running
 
@@ -236,18 +225,16 @@ def server_spec(
     *options: str,
     extra: dict[str, object] | None = None,
     kind: type[EngineSpec] = ForkedSpec,
-    place: Place = LOOPBACK,
 ) -> EngineSpec:
     return kind(
         name=name,
         role=role,
         model=model,
-        connector=None if role == "plain" else LAYERWISE,
+        connector=LAYERWISE,
         extra_config=extra or {},
         tokens_per_step=256,
         max_model_len=4096,
         kv_cache_bytes=8192 * SHAPE.kv_bytes_per_token,
-        place=place,
         options=options,
     )
 

@@ -10,21 +10,22 @@ from pathlib import Path
 
 import aiohttp
 
-from bench.servers.engines import Engine, EngineGroup
+from bench.servers.engines import Engine, EngineGroup, EngineSpec
 from bench.servers.interrupts import Interrupts
 from bench.servers.load import complete_disaggregated, make_prompt
 from bench.servers.model import write_model
 from bench.servers.ports import PortAllocator
-from tests.e2e.forkedservers import ColdSpec
 from tests.e2e.proxyrig import MODEL, SHAPE, ask_and_leave, get, has_a_request, server_spec, until
 from tests.metrics_scrape import Scrape
+from tests.support import starts
 from tests.support.ports import SERVED_PORTS
 
 
-class ServeSpec(ColdSpec):
-    """An engine of `vllm serve`: only this command knows ``--api-server-count``."""
+class ServeSpec(EngineSpec):
+    """An engine of `vllm serve`, which imports vLLM itself: only this command knows ``--api-server-count``."""
 
     def command(self, port: int) -> list[str]:
+        starts.count_start()
         own = {"vllm.entrypoints.openai.api_server": "tests.e2e.apiservers"}
         return [own.get(word, word) for word in super().command(port)]
 

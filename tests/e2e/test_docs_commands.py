@@ -7,15 +7,18 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 from typer.testing import CliRunner
 
 from bench.demo.__main__ import app
+from bench.servers.forkserver import ForkServer
 from bench.servers.ports import PortAllocator
+from layerpush.core.prefill_identity import PrefillIdentity
 from tests.docblocks import Block
 from tests.e2e.docsrig import Machine, Server, answer, block, loads
 from tests.e2e.forkedservers import SessionForkServer
-from tests.e2e.proxyrig import get, model_with_tokenizer
+from tests.e2e.proxyrig import client_of, get, model_with_tokenizer
 from tests.support.ports import DOCS_COMMANDS_PORTS
 
 patient = pytest.mark.timeout(1200)
@@ -84,7 +87,7 @@ def test_the_quickstart_by_hand(machine: Machine) -> None:
 
 @patient
 def test_the_deployment(machine: Machine) -> None:
-    """One P and one D. The command names one more of each, which do not run."""
+    """One P and one D. The command names one more of each, which do not run. D refuses hosts outside allowed_hosts."""
     p, d = machine.start(block(DEPLOYMENT, ON_P), "P"), machine.start(block(DEPLOYMENT, ON_D), "D")
     p.await_healthy(machine.url("10.0.0.1:8000"))
     d.await_healthy(machine.url("10.0.0.2:8000"))
@@ -92,6 +95,11 @@ def test_the_deployment(machine: Machine) -> None:
     started_proxy(machine, block(DEPLOYMENT, "layerpush proxy --host 0.0.0.0"), "proxy")
     with loads(at_d, 1 + 1):
         assert answer(machine.run(block(QUICKSTART, "curl")))
+    elsewhere = {"kv_transfer_params": PrefillIdentity("prefill-0", "127.0.0.1", 5600, 1).to_decode("a-request")}
+    with pytest.raises(
+        openai.BadRequestError, match=r"'remote_host' is '127.0.0.1' .str., which is not in this engine's"
+    ):
+        client_of(at_d).completions.create(model=str(machine.model), prompt="w5", extra_body=elsewhere)
 
 
 @patient
@@ -104,12 +112,12 @@ def test_the_configuration(machine: Machine) -> None:
 
 
 @patient
-def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``make demo``, with one short prompt instead of four long ones, and without an import of vLLM of its own:
-    test_spans.py starts a server from such a process.
-    """
+@pytest.mark.parametrize("fork_server", [SessionForkServer, pytest.param(ForkServer, marks=pytest.mark.exhaustive)])
+def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: type[ForkServer]) -> None:
+    """``make demo``, with one short prompt and answer instead of four long ones. A `ForkServer` imports vLLM itself."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("bench.servers.engines.ForkServer", SessionForkServer)
+    monkeypatch.setattr("bench.servers.engines.ForkServer", fork_server)
+    monkeypatch.setattr("bench.demo.__main__.ANSWER_TOKENS", 4)
     done = CliRunner().invoke(app, ["--prompts", "1", "--prompt-tokens", "600", "--json", "demo.json"])
     assert done.exit_code == 0, done.output
     modes = json.loads((tmp_path / "demo.json").read_text())["modes"]

@@ -14,7 +14,7 @@ from tests.e2e.proxyrig import MODEL, SHAPE, until
 from tests.e2e.servedrig import Served, scrape, served, wait_for
 from tests.metrics_named import ALERTS, DASHBOARD, expressions, unknown_names
 
-TOKENS = 1200
+TOKENS = 400
 patient = pytest.mark.timeout(900)
 
 

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.servers.engines import LOOPBACK, EngineGroup, Place, no_proxy
+from bench.servers.engines import EngineGroup, no_proxy
 from bench.servers.interrupts import Interrupts
 from bench.servers.load import make_prompt
 from bench.servers.model import write_model
 from bench.servers.ports import PortAllocator
 from tests.e2e.collector import Collector, Span, collector
-from tests.e2e.forkedservers import ColdSpec
+from tests.e2e.forkedservers import ForkedSpec
 from tests.e2e.proxyrig import DEADLINE_S, MODEL, SHAPE, proxy, server_spec, until
 from tests.support.ports import SPANS_PORTS
 from tests.trace_command import HAND_OVER, arrows, end, lines, merged, parts_add_up, slices, summary, trace
@@ -38,6 +38,12 @@ NOTE = re.compile(
 ANOTHER_CLOCK = ("unshare", "--time", "--monotonic", str(AHEAD_S), "--fork")
 TOKENS = 1200
 PARENT = "b7ad6b7169203331"
+
+
+class AheadSpec(ForkedSpec):
+    """A server on another clock."""
+
+    ahead_s = AHEAD_S
 
 
 @dataclass(frozen=True)
@@ -69,18 +75,15 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         patch.setenv("NO_PROXY", "127.0.0.1")
         taken = stack.enter_context(collector(ports.take()))
         interrupts = stack.enter_context(Interrupts())
-        here = stack.enter_context(EngineGroup(scratch, interrupts, ports))
-        there = stack.enter_context(EngineGroup(scratch, interrupts, ports, forks=True))
+        group = stack.enter_context(EngineGroup(scratch, interrupts, ports))
         model = write_model(scratch / "model", SHAPE)
-        place = Place(command_prefix=ANOTHER_CLOCK) if has_time_namespaces() else LOOPBACK
-        there.preload(place)
+        kind = AheadSpec if has_time_namespaces() else ForkedSpec
         options = ("--otlp-traces-endpoint", taken.url)
         folders = [scratch / "trace-P", scratch / "trace-D"]
         extra: list[dict[str, object]] = [{"trace_dir": str(folder), "granularity": "layer"} for folder in folders]
-        d = here.start(server_spec("D", "decode", model, *options, extra=extra[1]))
-        p = there.start(server_spec("P", "prefill", model, *options, extra=extra[0], kind=ColdSpec, place=place))
-        there.wait_ready([p])
-        here.wait_ready([d])
+        d = group.start(server_spec("D", "decode", model, *options, extra=extra[1]))
+        p = group.start(server_spec("P", "prefill", model, *options, extra=extra[0], kind=kind))
+        group.wait_ready([p, d])
         url = stack.enter_context(proxy(scratch, ports.take(), p, [d])).url
         yield Servers(url, taken, folders)
 
@@ -148,13 +151,14 @@ def test_files_of_two_clocks_make_one_trace(servers: Servers, tmp_path: Path) ->
     assert len(set(clocks)) == 2
     (load,) = [one for one in lines(servers.folders, "load") if one["request_id"].startswith(request_id)]
     assert load["clock_offset"] == pytest.approx(AHEAD_S, abs=0.5), "the handshake measures it"
-    (note,) = summary(servers.folders)["notes"]
-    found = NOTE.match(note)
-    assert found is not None, note
-    seconds, less, more = map(float, found.groups())
+    found = summary(servers.folders)
+    (note,) = found["notes"]
+    said = NOTE.match(note)
+    assert said is not None, note
+    seconds, less, more = map(float, said.groups())
     assert seconds - 1e-3 * less <= AHEAD_S + 2e-6, note
     assert seconds + 1e-3 * more >= AHEAD_S - 2e-6, note
-    (one,) = [one for one in summary(servers.folders)["slowest"] if one["request"] == request_id]
+    (one,) = [one for one in found["slowest"] if one["request"] == request_id]
     assert parts_add_up(one)
     assert None not in [one[name] for name in ("queue", "prefill", "hand-over", *HAND_OVER)]
     assert one["total"] < DEADLINE_S
