@@ -23,7 +23,6 @@ P_FABRIC = EngineSpec(
     "P-fabric", "P", transfer(LAYERWISE, backends=["LIBFABRIC"], granularity="layer", trace_dir=TRACE)
 )
 P_AUTO = EngineSpec("P-auto", "P", transfer(LAYERWISE, trace_dir=TRACE))
-P_CHUNK = EngineSpec("P-chunk", "P", transfer(LAYERWISE, granularity="chunk", trace_dir=TRACE))
 P_WHOLE = EngineSpec("P-whole", "P", transfer(LAYERWISE, layerwise=False, trace_dir=TRACE))
 P_LONG_ONLY = EngineSpec(
     "P-long-only", "P", transfer(LAYERWISE, layerwise_min_tokens=600, granularity="layer", trace_dir=TRACE)
@@ -94,12 +93,12 @@ P_LATE, P_LATE_UNFENCED = (
 R = EngineSpec("R", "R", None)
 D_LAYER = EngineSpec("D-layer", "D", transfer(LAYERWISE))
 D_FABRIC = EngineSpec("D-fabric", "D", transfer(LAYERWISE, backends=["LIBFABRIC"]))
-# Room for 1,248 tokens: three prompts of 300, but not with answers of 200.
+# Room for 1,024 tokens: three prompts of 300, but not with answers of 60.
 D_TIGHT = EngineSpec(
     "D-tight",
     "D",
     transfer(LAYERWISE),
-    (("max_model_len", 1024), ("num_gpu_blocks_override", 40)),
+    (("max_model_len", 512), ("num_gpu_blocks_override", 33)),
 )
 D_CACHING = EngineSpec("D-caching", "D", transfer(LAYERWISE), PREFIX_CACHING)
 D_NO_GROUPS = EngineSpec("D-no-groups", "D", transfer(LAYERWISE), NO_GROUPS)
@@ -114,6 +113,10 @@ D_BEHIND_STORE, D_BEFORE_STORE = (
     for name, first in (("D-behind-store", True), ("D-before-store", False))
 )
 D_MULTI = EngineSpec("D-multi", "D", wrapped_in_multi(LAYERWISE, "kv_consumer"))
+D_RECOMPUTING = EngineSpec("D-recomputing", "D", transfer(LAYERWISE, on_failed_load="recompute"))
+
+SHARED = frozenset({R, P_LAYER, P_AUTO, P_STOCK, D_LAYER, D_STOCK, D_CACHING})
+"""The engines of several files."""
 
 CORRUPTED_LAYER = 5
 SWEPT_LAYER = 3

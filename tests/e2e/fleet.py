@@ -6,6 +6,7 @@ from collections import OrderedDict
 import pytest
 
 from bench.servers.ports import PortAllocator
+from tests.e2e import engines
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.models import ModelShelf
@@ -14,7 +15,8 @@ MAX_LIVE = 10
 
 
 class Fleet:
-    """Hosts by spec. Replaces a broken host. Beyond `MAX_LIVE` hosts, stops the least recently used ones.
+    """Hosts by spec. Replaces a broken host. Beyond `MAX_LIVE` hosts, stops the least recently used ones,
+    first of the specs that one file uses.
 
     A host runs only while a test uses it: the threads of an idle engine wake up two thousand times a second.
     """
@@ -96,7 +98,7 @@ class Fleet:
         return EngineHost(spec, self._models.path(spec.model), self._scratch, port, engine_id)
 
     def _make_room(self, count: int, keep: set[EngineSpec]) -> None:
-        idle = [spec for spec in self._hosts if spec not in keep]
+        idle = sorted((spec for spec in self._hosts if spec not in keep), key=lambda spec: spec in engines.SHARED)
         excess = idle[: max(0, len(self._hosts) + len(self._guests) + count - MAX_LIVE)]
         self._stop_hosts(excess)
 

@@ -14,7 +14,9 @@ ATTENTION = 1
 """The index of a layer without a state."""
 
 
-@pytest.mark.parametrize(("order", "seed"), [("early", 130), ("together", 131)])
+@pytest.mark.parametrize(
+    ("order", "seed"), [("early", 130), pytest.param("together", 131, marks=pytest.mark.exhaustive)]
+)
 def test_prompts_with_a_shared_prefix(fleet: Fleet, order: Order, seed: int) -> None:
     """P and D hit their caches. KV and states only: bfloat16 rounds D's tokens differently."""
     options = (*zoo.FAMILIES[MODEL].options, ("enable_prefix_caching", True))

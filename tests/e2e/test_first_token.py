@@ -25,8 +25,8 @@ from tests.e2e.handoff import (
 from tests.e2e.results import Finished
 from tests.e2e.test_metrics import scrape, wait_for
 
-LENGTHS = (1, 32, 33, 257, 1100)
-ANSWER = 200
+LENGTHS = (1, 33, 257)
+ANSWER = 60
 
 
 PATIENCE_S = 2.0
@@ -57,7 +57,7 @@ def check_origins(d: EngineHost, before: dict[str, float], **more: int) -> None:
 def test_answers_start_on_p(fleet: Fleet, reference: Reference, order: Order) -> None:
     p, d = introduced(fleet, engines.P_AUTO, engines.D_LAYER)
     before = origins(d)
-    lengths = LENGTHS if order != "mid" else (900, 1100)
+    lengths = LENGTHS if order != "mid" else (900,)
     for length in lengths:
         check(send(p, d, prompt(length, seed=110), order).outcome(), reference)
     check_origins(d, before, prefill=len(lengths))

@@ -5,11 +5,8 @@ import pytest
 from layerpush.telemetry.metrics.catalog import PUSHES
 from tests.e2e import engines, probes
 from tests.e2e.enginehost import EngineHost
-from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check_tokens, prompt, send
-from tests.e2e.pushtrace import wait_for_pushes
-from tests.e2e.test_tensor_parallel import D_TWO, P_TWO
 from tests.metrics_scrape import Scrape
 from tests.support.waiting import until
 
@@ -43,25 +40,3 @@ def test_a_push_is_counted_by_its_outcome(fleet: Fleet, reference: Reference, or
     for host, levels in ((p, ("active_pushes", "unclaimed_pushes", "pending_registrations")), (d, ("awaited_loads",))):
         for level in levels:
             assert value(host, level) == 0, level
-
-
-@pytest.mark.parametrize(
-    ("p_spec", "d_spec"),
-    [(P_TWO, engines.D_LAYER), (engines.P_LAYER, D_TWO), (P_TWO, D_TWO)],
-    ids=["2-to-1", "1-to-2", "2-to-2"],
-)
-def test_ranks_share_a_push(fleet: Fleet, reference: Reference, p_spec: EngineSpec, d_spec: EngineSpec) -> None:
-    p, d = fleet.get(p_spec, d_spec)
-    before = {host: scrape(host) for host in (p, d)}
-    handoff = send(p, d, prompt(700, seed=401), "together")
-    check_tokens(handoff.outcome(), reference)
-    wait_for(p, "pushes_total", before[p].value("pushes_total") + 1)
-    wait_for(d, "loads_total", before[d].value("loads_total", outcome="loaded") + 1, outcome="loaded")
-    for outcome in ("failed", "unclaimed", "cancelled"):
-        assert value(p, "pushes_total", outcome=outcome) == before[p].value("pushes_total", outcome=outcome)
-    assert value(p, "exposed_seconds_count") == before[p].value("exposed_seconds_count") + 1
-    assert value(d, "load_seconds_count") == before[d].value("load_seconds_count") + 1
-    pushes = wait_for_pushes(p.trace_dir, handoff.request_id, p_spec.ranks)
-    written = sum(write["bytes"] for push in pushes for write in push.writes)
-    assert value(p, "write_bytes_sum") == before[p].value("write_bytes_sum") + written
-    assert (value(p, "ranks"), value(d, "ranks")) == (p_spec.ranks, d_spec.ranks)

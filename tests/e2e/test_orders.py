@@ -14,7 +14,7 @@ AROUND_BLOCKS = (1, 2, 3, 16, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129,
 AROUND_CHUNKS = (255, 256, 257, 287, 288, 289, 511, 512, 513, 543, 544, 545, 767, 768, 769)
 LONG = (1000, 1023, 1024, 1025, 1500, 1999, 2000, 2048, 2049, 3001)
 LENGTHS = AROUND_BLOCKS + AROUND_CHUNKS + LONG
-BOUNDARIES = (1, 31, 32, 33, 64, 65, 128, 255, 256, 257, 288, 289, 511, 512, 513, 769, 1024, 1025, 2049)
+BOUNDARIES = (1, 31, 32, 33, 65, 128, 255, 256, 257, 289, 512, 513, 1025)
 Pair = tuple[EngineSpec, EngineSpec]
 PAIRS = {"UCX": (engines.P_LAYER, engines.D_LAYER), "LIBFABRIC": (engines.P_FABRIC, engines.D_FABRIC)}
 STREAMS_FOR_SURE = 600  # tokens; shorter prompts may be computed before P has read D's registration
@@ -41,7 +41,7 @@ def test_tokens_and_bytes(
         check_completed(handoff.push(), length)
 
 
-@pytest.mark.parametrize("length", [STREAMS_FOR_SURE, 1024, 1025, 2000, 2049])
+@pytest.mark.parametrize("length", [STREAMS_FOR_SURE, 1024, 2049])
 def test_registered_early_streams_every_chunk(fleet: Fleet, reference: Reference, pair: Pair, length: int) -> None:
     p, d = fleet.get(*pair)
     introduce(p, d)
@@ -51,7 +51,7 @@ def test_registered_early_streams_every_chunk(fleet: Fleet, reference: Reference
     assert len(push.writes) > len(push.chunks), "layers were not written one by one"
 
 
-@pytest.mark.parametrize(("length", "after_steps"), [(300, 1), (1500, 1), (1500, 2), (1500, 5), (2049, 8)])
+@pytest.mark.parametrize(("length", "after_steps"), [(300, 1), (1500, 2), (2049, 8)])
 def test_registered_mid_prefill(fleet: Fleet, reference: Reference, pair: Pair, length: int, after_steps: int) -> None:
     """P first pushes the layers that were ready before the registration. The rest streams."""
     p, d = fleet.get(*pair)

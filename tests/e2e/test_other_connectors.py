@@ -4,6 +4,10 @@ vLLM finds out about a lost block after the step that has read it, and takes the
 or ends the request. D must answer as a plain engine in both cases.
 """
 
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
 import pytest
 
 from tests.e2e import engines, memorystore, probes
@@ -16,9 +20,20 @@ from tests.e2e.memorystore import Way
 
 WAYS = ("sync", "layer", "async")
 STORED = 160
-ONE_STEP, SEVERAL_STEPS = 230, 900
+LENGTHS = (230, 900)
+"""Of a prompt that P computes in one step, or in several."""
 LOST = 3
 """The index of the block that a store loses."""
+
+
+def half(*choices: Sequence[Any]) -> list[Any]:
+    """All combinations. `make test` runs every other one, with each of the choices; `make test-all` runs all."""
+    found = []
+    for numbered in product(*map(enumerate, choices)):
+        numbers, values = zip(*numbered, strict=True)
+        marks = (pytest.mark.exhaustive,) if sum(numbers) % 2 else ()
+        found.append(pytest.param(*values, marks=marks, id="-".join(str(getattr(one, "name", one)) for one in values)))
+    return found
 
 
 def pair(fleet: Fleet, on_p: EngineSpec, on_d: EngineSpec = engines.D_LAYER) -> list[EngineHost]:
@@ -46,9 +61,9 @@ def registered(*handoffs: Handoff) -> tuple[Handoff, ...]:
     return handoffs
 
 
-@pytest.mark.parametrize("length", [ONE_STEP, SEVERAL_STEPS], ids=["one step", "several steps"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("spec", [engines.P_BEHIND_STORE, engines.P_BEFORE_STORE], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    ("spec", "way", "length"), half((engines.P_BEHIND_STORE, engines.P_BEFORE_STORE), WAYS, LENGTHS)
+)
 def test_p_computes_a_lost_block_again(
     fleet: Fleet, reference: Reference, spec: EngineSpec, way: Way, length: int
 ) -> None:
@@ -65,8 +80,20 @@ def test_p_computes_a_lost_block_again(
         assert push.epoch == 1, "vLLM took no step back"
 
 
-@pytest.mark.parametrize("length", [ONE_STEP, SEVERAL_STEPS], ids=["one step", "several steps"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "length"), half(WAYS, LENGTHS))
+def test_steps_in_flight_are_taken_back(fleet: Fleet, reference: Reference, way: Way, length: int) -> None:
+    """vLLM plans the next step before it knows of the lost block, and may answer P's client from that step."""
+    p, d = pair(fleet, engines.P_STEPS_IN_FLIGHT)
+    known = stored(p, way, seed=89)
+    p.call(memorystore.lose, LOST)
+    (handoff,) = registered(Handoff(new_id(), known + prompt(length - STORED, seed=90), p, d))
+    p.add(handoff.to_p())
+    p.wait_output(handoff.request_id)
+    assert d.wait_output(handoff.request_id).token_ids == reference.tokens(handoff.token_ids)
+    assert p.call(memorystore.counts)[1] == 1
+
+
+@pytest.mark.parametrize(("way", "length"), half(WAYS, LENGTHS))
 def test_p_fails_a_request_with_a_lost_block(
     fleet: Fleet, reference: Reference, logs: LogReader, way: Way, length: int
 ) -> None:
@@ -84,8 +111,7 @@ def test_p_fails_a_request_with_a_lost_block(
         assert handoff.push().outcome == "cancelled"
 
 
-@pytest.mark.parametrize("order", ["early", "late"])
-@pytest.mark.parametrize("mode", [None, "request"], ids=["by layer", "whole"])
+@pytest.mark.parametrize(("mode", "order"), [(None, "late"), ("request", "early")])
 def test_whole_pushes_and_late_registrations_begin_with_the_right_bytes(
     fleet: Fleet, reference: Reference, mode: str | None, order: str
 ) -> None:
@@ -120,23 +146,9 @@ def test_a_lost_block_in_the_prefix_cache_of_the_same_step(
     assert p.call(memorystore.counts) == (STORED // BLOCK_SIZE, 1)
 
 
-@pytest.mark.parametrize("length", [ONE_STEP, SEVERAL_STEPS], ids=["one step", "several steps"])
-@pytest.mark.parametrize("way", WAYS)
-def test_steps_in_flight_are_taken_back(fleet: Fleet, reference: Reference, way: Way, length: int) -> None:
-    """vLLM plans the next step before it knows of the lost block, and may answer P's client from that step."""
-    p, d = pair(fleet, engines.P_STEPS_IN_FLIGHT)
-    known = stored(p, way, seed=89)
-    p.call(memorystore.lose, LOST)
-    (handoff,) = registered(Handoff(new_id(), known + prompt(length - STORED, seed=90), p, d))
-    p.add(handoff.to_p())
-    p.wait_output(handoff.request_id)
-    assert d.wait_output(handoff.request_id).token_ids == reference.tokens(handoff.token_ids)
-    assert p.call(memorystore.counts)[1] == 1
-
-
-@pytest.mark.parametrize("lost", [None, 0, LOST], ids=["nothing lost", "first block lost", "a block lost"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("spec", [engines.D_BEHIND_STORE, engines.D_BEFORE_STORE], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    ("spec", "way", "lost"), half((engines.D_BEHIND_STORE, engines.D_BEFORE_STORE), WAYS, (None, 0, LOST))
+)
 def test_d_has_a_part_of_the_prompt(
     fleet: Fleet, reference: Reference, spec: EngineSpec, way: Way, lost: int | None
 ) -> None:
@@ -150,10 +162,9 @@ def test_d_has_a_part_of_the_prompt(
     assert d.wait_output(handoff.request_id).token_ids == reference.tokens(handoff.token_ids)
 
 
-@pytest.mark.parametrize("d_first", [True, False], ids=["D's store first", "layerpush first on D"])
-@pytest.mark.parametrize("way", WAYS)
-def test_both_sides_lose_a_block(fleet: Fleet, reference: Reference, way: Way, d_first: bool) -> None:
-    p, d = pair(fleet, engines.P_BEHIND_STORE, engines.D_BEHIND_STORE if d_first else engines.D_BEFORE_STORE)
+@pytest.mark.parametrize(("spec", "way"), half((engines.D_BEHIND_STORE, engines.D_BEFORE_STORE), WAYS))
+def test_both_sides_lose_a_block(fleet: Fleet, reference: Reference, spec: EngineSpec, way: Way) -> None:
+    p, d = pair(fleet, engines.P_BEHIND_STORE, spec)
     known = stored(p, way, seed=93)
     d.call(memorystore.begin, way, "recompute")
     for tail in (94, 95):  # D's store has the first prompt from the push

@@ -31,8 +31,9 @@ def check_pushed(handoff: Handoff, *, cached_on_p: int, cached_on_d: int) -> Non
         assert push.writes[0]["layers"] == [0, LAYERS - 1], "P did not push the cached prefix at once"
 
 
-@pytest.mark.parametrize("order", ["early", "late", "together"])
-@pytest.mark.parametrize("shared", [32, 96, 512, 992])
+@pytest.mark.parametrize(
+    ("order", "shared"), [("early", 32), ("together", 96), ("early", 512), ("late", 512), ("early", 992)]
+)
 def test_prefix_hit_on_p(fleet: Fleet, reference: Reference, order: Order, shared: int) -> None:
     """P computes only the rest, but pushes the shared blocks, too: D has no block."""
     p, d = fleet.get(engines.P_CACHING, engines.D_LAYER)
@@ -47,7 +48,7 @@ def test_prefix_hit_on_p(fleet: Fleet, reference: Reference, order: Order, share
 def test_whole_prompt_cached_on_p(fleet: Fleet, reference: Reference) -> None:
     """P computes one block at most. All other blocks are ready before its step begins."""
     p, d = fleet.get(engines.P_CACHING, engines.D_LAYER)
-    for length in (64, 65, 512, 1000):
+    for length in (64, 65, 512):
         p.call(probes.reset_prefix_cache)
         token_ids = prompt(length, seed=43)
         warm(p, token_ids)
@@ -72,8 +73,10 @@ def test_blocks_shared_with_a_request_of_the_same_step(fleet: Fleet, reference: 
         check(handoff.outcome(), reference)
 
 
-@pytest.mark.parametrize("order", ["early", "mid", "late", "together"])
-@pytest.mark.parametrize("shared", [32, 256, 320, 960])
+@pytest.mark.parametrize(
+    ("order", "shared"),
+    [("early", 32), ("together", 256), ("early", 320), ("mid", 320), ("late", 320), ("mid", 960), ("early", 960)],
+)
 def test_partial_hit_on_d(fleet: Fleet, reference: Reference, order: Order, shared: int) -> None:
     """D registers only its missing blocks. Chunks before them send nothing."""
     p, d = fleet.get(engines.P_LAYER, engines.D_CACHING)
@@ -88,7 +91,7 @@ def test_partial_hit_on_d(fleet: Fleet, reference: Reference, order: Order, shar
 def test_nearly_everything_cached_on_d(fleet: Fleet, reference: Reference) -> None:
     """D registers only the last, partly filled block."""
     p, d = fleet.get(engines.P_LAYER, engines.D_CACHING)
-    for length in (65, 257, 1000):
+    for length in (65, 257):
         d.call(probes.reset_prefix_cache)
         token_ids = prompt(length, seed=49)
         warm(d, token_ids)
@@ -97,8 +100,10 @@ def test_nearly_everything_cached_on_d(fleet: Fleet, reference: Reference) -> No
         check_pushed(handoff, cached_on_p=0, cached_on_d=length // BLOCK_SIZE * BLOCK_SIZE)
 
 
-@pytest.mark.parametrize("order", ["early", "late", "together"])
-@pytest.mark.parametrize(("on_p", "on_d"), [(512, 128), (128, 512), (320, 320)])
+@pytest.mark.parametrize(
+    ("order", "on_p", "on_d"),
+    [("early", 512, 128), ("early", 128, 512), ("late", 128, 512), ("together", 512, 128), ("early", 320, 320)],
+)
 def test_hits_on_both(fleet: Fleet, reference: Reference, order: Order, on_p: int, on_d: int) -> None:
     p, d = fleet.get(engines.P_CACHING, engines.D_CACHING)
     for host in (p, d):

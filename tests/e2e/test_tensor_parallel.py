@@ -3,10 +3,13 @@
 import pytest
 
 from tests.e2e import engines
+from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check_tokens, prompt, send, started_on_p
 from tests.e2e.pushtrace import wait_for_pushes
+from tests.e2e.test_metrics import scrape, value, wait_for
+from tests.metrics_scrape import Scrape
 
 TWO_RANKS = (("tensor_parallel_size", 2),)
 P_TWO = EngineSpec("P-tp2", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), TWO_RANKS)
@@ -27,11 +30,13 @@ D_TWO = EngineSpec("D-tp2", "D", transfer(LAYERWISE), TWO_RANKS)
 )
 def test_unequal_ranks(fleet: Fleet, reference: Reference, p_spec: EngineSpec, d_spec: EngineSpec) -> None:
     p, d = fleet.get(p_spec, d_spec)
+    before, written = {host: scrape(host) for host in (p, d)}, 0
     for length, order in CASES:
         handoff = send(p, d, prompt(length, seed=100), order)
         check_tokens(handoff.outcome(), reference)
         pushes = wait_for_pushes(p.trace_dir, handoff.request_id, p_spec.ranks)
         assert {push.rank for push in pushes} == set(range(p_spec.ranks))
+        written += sum(write["bytes"] for push in pushes for write in push.writes)
         for push in pushes:
             assert (push.outcome, push.swept_layers) == ("completed", 0)
             assert {write["remote_rank"] for write in push.writes} == targets(push.rank, p_spec.ranks, d_spec.ranks)
@@ -39,6 +44,23 @@ def test_unequal_ranks(fleet: Fleet, reference: Reference, p_spec: EngineSpec, d
                 assert push.mode == "layer"
     if d_spec is D_TWO:
         assert started_on_p(d), "no answer has started with P's token"
+    check_counted_once(p, d, before, written)
+
+
+def check_counted_once(p: EngineHost, d: EngineHost, before: dict[EngineHost, Scrape], written: int) -> None:
+    """All ranks count a push, or a load, once."""
+    for host, name in (
+        (p, "pushes_total"),
+        (p, "exposed_seconds_count"),
+        (d, "loads_total"),
+        (d, "load_seconds_count"),
+    ):
+        wait_for(host, name, before[host].value(name) + len(CASES))
+    for outcome in ("failed", "unclaimed", "cancelled"):
+        assert value(p, "pushes_total", outcome=outcome) == before[p].value("pushes_total", outcome=outcome)
+    assert value(d, "loads_total", outcome="failed") == before[d].value("loads_total", outcome="failed")
+    assert value(p, "write_bytes_sum") == before[p].value("write_bytes_sum") + written
+    assert (value(p, "ranks"), value(d, "ranks")) == (p.spec.ranks, d.spec.ranks)
 
 
 def targets(rank: int, p_ranks: int, d_ranks: int) -> set[int]:

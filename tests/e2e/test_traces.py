@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Handoff, Reference, check_tokens, new_id, prompt, send
+from tests.e2e.handoff import Handoff, Order, Reference, check_tokens, new_id, prompt, send
 from tests.e2e.test_tensor_parallel import P_TWO
 from tests.trace_command import (
     HAND_OVER,
@@ -27,11 +27,12 @@ from tests.trace_command import (
 )
 from tests.unit.test_trace_perfetto import check
 
-MODES = {
-    "layer": EngineSpec("P-traced", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE)),
-    "chunk": EngineSpec("P-traced-chunk", "P", transfer(LAYERWISE, granularity="chunk", trace_dir=TRACE)),
-    "request": EngineSpec("P-traced-whole", "P", transfer(LAYERWISE, layerwise=False, trace_dir=TRACE)),
-}
+PREFILLS = [
+    EngineSpec(f"P-traced-{number}", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE))
+    for number in (0, 1)
+]
+MODES = {"layer": 0, "chunk": 0, "request": 1}
+"""The number of the P that pushes in a mode."""
 D = EngineSpec("D-traced", "D", transfer(LAYERWISE, trace_dir=TRACE))
 LENGTH = 1500
 
@@ -54,8 +55,8 @@ class Recorded:
 @pytest.fixture(scope="module")
 def recorded(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Copies of the files of engines that no earlier test has used. Later tests do not write into them."""
-    fleet.end(*MODES.values(), D)
-    *prefills, d = fleet.get(*MODES.values(), D)
+    fleet.end(*PREFILLS, D)
+    *prefills, d = fleet.get(*PREFILLS, D)
     layer = prefills[0]
     waited = Handoff(new_id(), prompt(400, seed=500), layer, d)
     d.add(waited.to_d())
@@ -65,8 +66,9 @@ def recorded(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Recorded
         crowd.append(send(p, d, prompt(300, seed=490 + number), "early"))
         d.wait_output(crowd[-1].request_id)
     by_mode = {}
-    for number, (mode, p) in enumerate(zip(MODES, prefills, strict=True)):
-        by_mode[mode] = send(p, d, prompt(LENGTH, seed=501 + number), "late" if mode == "request" else "early")
+    for mode, number in MODES.items():
+        order: Order = "late" if mode == "request" else "early"
+        by_mode[mode] = send(prefills[number], d, prompt(LENGTH, seed=501 + len(by_mode)), order, mode=mode)
         d.wait_output(by_mode[mode].request_id)
     together = [send(layer, d, prompt(700, seed=510 + number), "together") for number in range(4)]
     for handoff in together:
@@ -163,7 +165,7 @@ def is_chunk_of(one: Fields, push: Fields) -> bool:
 
 
 def test_plot_draws_any_request(recorded: Recorded, tmp_path: Path) -> None:
-    for number, handoff in enumerate((*recorded.by_mode.values(), recorded.dropped)):
+    for number, handoff in enumerate((recorded.by_mode["layer"], recorded.dropped)):
         ending, begins = [("png", b"\x89PNG"), ("svg", b"<?xml")][number % 2]
         out = tmp_path / f"{handoff.request_id}.{ending}"
         trace("plot", *recorded.folders, "--request", handoff.request_id, "--out", out)
