@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import re
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -156,10 +157,24 @@ def client_of(url: str) -> openai.OpenAI:
 
 
 class ReservedPorts(PortAllocator):
-    """Hands out ports that another allocator has reserved: a restarted P listens on the first P's ports."""
+    """Hands out ports that another allocator has reserved: a restarted P listens on the first P's ports. Waits until
+    the first P's last process is gone: it ends later than its client.
+    """
 
     def take(self) -> int:
-        return next(self._candidates)
+        port = next(self._candidates)
+        until(lambda: nobody_listens(port), f"port {port} is free")
+        return port
+
+
+def nobody_listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 @contextlib.contextmanager
