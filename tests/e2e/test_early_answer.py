@@ -34,14 +34,13 @@ from tests.e2e.servedrig import scrape, wait_for
 from tests.e2e.test_vllm_router import ROOT, router
 from tests.support.ports import EARLY_ANSWER_PORTS
 
-GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12}
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6}
 TO_P = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
 """The parameters for P from these routers."""
 SERIAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "vLLM's toy proxy": ({"stream": False}, {}),
     "AIBrix": ({"stream": False, "extra_body": {"max_completion_tokens": 1}}, {"remote_host": "127.0.0.1"}),
     "llm-d's nixlv2": (
         {"stream": False, "extra_body": {"max_completion_tokens": 1, "max_output_tokens": 1, "min_tokens": 1}},

@@ -45,11 +45,11 @@ from tests.e2e.proxyrig import (
 )
 from tests.e2e.servedrig import scrape
 from tests.support.ports import ROUTER_PORTS
-from tests.support.rays import HOST, PORT, Chat, Completion, ray_in_place
+from tests.support.rays import HOST, PORT, Completion, ray_in_place
 
 ROOT = Path(__file__).parents[2]
 ROUTER = ROOT / "build" / "vllm-router" / "bin" / "vllm-router"
-GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
 TOKENS = 1500
 END = SPECIAL_TOKENS.index("</s>")
 REGISTRATION_TIMEOUT_S = 20
@@ -64,7 +64,6 @@ class Stack:
     url: str
     scratch: Path
     ports: PortAllocator
-    plain: Engine
     prefills: list[Engine]
     decodes: list[Engine]
     start_prefill: Callable[[int, str], Engine]
@@ -78,8 +77,8 @@ class Stack:
         return ask(client_of(self.url), prompt, chat=chat, stream=stream)
 
     def right(self, prompt: str, *, chat: bool = False) -> str:
-        """The plain engine's answer."""
-        return ask(client_of(self.plain.url), prompt, chat=chat).text
+        """The answer of a P without a transfer."""
+        return ask(client_of(self.prefills[1].url), prompt, chat=chat).text
 
 
 class Answer(NamedTuple):
@@ -187,32 +186,29 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             return group.start(server_spec(engine_id, "prefill", model, WORDS, extra=tracing))
 
         others = groups.enter_context(EngineGroup(scratch, interrupts, ports))
-        plain = others.start(server_spec("plain", "plain", model, WORDS))
         decodes = [
             others.start(server_spec(f"decode-{number}", "decode", model, WORDS, extra=hasty)) for number in range(2)
         ]
         prefills = [start_prefill(number, f"prefill-{number}") for number in range(2)]
-        others.wait_ready([plain, *decodes])
+        others.wait_ready(decodes)
         for engine in prefills:
             until(engine.is_ready, f"{engine.name} is ready", START_TIMEOUT_S)
         hosts = ("10.0.0.1", "10.0.0.3", "10.0.0.2", "10.0.0.4")
         engines = {host: engine.url for host, engine in zip(hosts, [*prefills, *decodes], strict=True)}
         with router(scratch, ports, "docs/deployment.md", engines) as url:
-            running = Stack(url, scratch, ports, plain, prefills, decodes, start_prefill)
+            running = Stack(url, scratch, ports, prefills, decodes, start_prefill)
             for seed in range(8):  # the router learns each P's identity, and each P connects to each D
                 running.answer(words(40, seed=seed))
             yield running
 
 
 @patient
-@pytest.mark.parametrize("stream", [False, True], ids=["answer", "stream"])
-@pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
-def test_layers_stream(stack: Stack, chat: bool, stream: bool) -> None:
-    """Once the router knows P, it asks P and D at the same time."""
+def test_layers_stream(stack: Stack) -> None:
+    """Once the router knows P, it asks P and D at the same time. Each P gets one of the requests."""
     pushes = []
-    for seed in range(2):  # one for each P
-        prompt = words(TOKENS, seed=100 + seed + 2 * stream + 4 * chat)
-        answer = stack.answer(prompt, chat=chat, stream=stream)
+    for chat, seed in ((False, 100), (True, 101)):
+        prompt = words(TOKENS, seed=seed)
+        answer = stack.answer(prompt, chat=chat, stream=chat)
         assert answer.text == stack.right(prompt, chat=chat)
         pushes.append(stack.push(answer.id))
     assert {(push.mode, push.fallback, push.outcome) for push in pushes} == {("auto", None, "completed")}
@@ -243,7 +239,9 @@ def test_an_answer_that_ends_at_once(stack: Stack) -> None:
     ending: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12, "logit_bias": {str(END): 100}}
     for number in range(4):
         prompt = words(100, seed=600 + number)
-        answers = [client_of(url).completions.create(prompt=prompt, **ending) for url in (stack.url, stack.plain.url)]
+        answers = [
+            client_of(url).completions.create(prompt=prompt, **ending) for url in (stack.url, stack.prefills[1].url)
+        ]
         assert [(one.choices[0].text, one.choices[0].finish_reason) for one in answers] == [("", "stop")] * 2
         assert [one.usage.completion_tokens for one in answers if one.usage is not None] == [1, 1]
 
@@ -274,17 +272,13 @@ def test_a_prefill_engine_refuses(stack: Stack) -> None:
 
 
 @patient
-@pytest.mark.parametrize("kind", [Completion, Chat], ids=["completions", "chat"])
-def test_layers_of_ray_serves_requests_stream(
-    stack: Stack, kind: type[Completion], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_of_ray_serves_requests_stream(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray asks both engines at the same time, each with the request's id in the header."""
-    p, d, is_chat = stack.prefills[1], stack.decodes[1], kind is Chat
+    p, d = stack.prefills[1], stack.decodes[1]
     monkeypatch.setenv(HOST, LOOPBACK.host)
     monkeypatch.setenv(PORT, str(p.side_channel_port))
-    prompt = words(TOKENS, seed=400 + is_chat)
-    content = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
-    client = kind(**content, max_tokens=GREEDY["max_tokens"], min_tokens=GREEDY["max_tokens"], request_id="a client's")
+    prompt, tokens = words(TOKENS, seed=400), GREEDY["max_tokens"]
+    client = Completion(prompt=prompt, max_tokens=tokens, min_tokens=tokens, request_id="a client's")
     with ray_in_place() as ours:
         backend = ours.LayerwisePushBackend(
             SimpleNamespace(engine_kwargs={"kv_transfer_config": {"engine_id": p.name}})
@@ -293,18 +287,17 @@ def test_layers_of_ray_serves_requests_stream(
         to_p = backend.prepare_prefill_request(request=client, peer=peer)
         to_d = backend.prepare_decode_request(request=client, peer=peer, prefill_response=None)
 
-    def send(engine: Engine, shaped: Completion) -> dict[str, Any]:
-        body = shaped.model_dump(exclude={"prompt"} if is_chat else {}, exclude_none=True)
-        body |= {"model": MODEL, "temperature": 0, "ignore_eos": True}
-        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    def send(engine: Engine, shaped: Completion) -> str:
+        body = shaped.model_dump(exclude_none=True) | {"model": MODEL, "temperature": 0, "ignore_eos": True}
         headers = {"Content-Type": "application/json", "X-Request-Id": shaped.request_id}
-        return json.loads(post(engine.url + path, json.dumps(body).encode(), headers)[1])["choices"][0]
+        answer = json.loads(post(f"{engine.url}/v1/completions", json.dumps(body).encode(), headers)[1])
+        return str(answer["choices"][0]["text"])
 
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(send, p, to_p)
-        choice = send(d, to_d)
+        text = send(d, to_d)
         asked.result()
-    assert (choice["message"]["content"] if is_chat else choice["text"]) == stack.right(prompt, chat=is_chat)
+    assert text == stack.right(prompt)
     push = stack.push(to_p.request_id)
     assert (push.engine_id, push.mode, push.fallback, push.outcome) == (p.name, "auto", None, "completed")
 
