@@ -29,7 +29,7 @@ from tests.support.ports import PROMETHEUS_PORTS
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "build/prometheus/usr/bin"
 ALERTS = ROOT / "layerpush/apps/files/alerts.yml"
-PUSHES = 3
+PUSHES, TOKENS = 3, 400
 ENGINES_LABELS = {"prefill": {}, "decode": {"namespace": "inference", "pod": "decode-0"}}
 """D has labels as from the Prometheus Operator. P lacks them."""
 NOT_HERE = 3
@@ -99,7 +99,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
         running = Scraped(engines, url)
         until(lambda: running.value("count(vllm:layerpush_ranks)") == 2, "both engines are scraped")
         for seed in range(PUSHES):
-            engines.push(1200, seed)
+            engines.push(TOKENS, seed)
         until(lambda: running.value("sum(vllm:layerpush_pushes_total)") == PUSHES, "all pushes are scraped")
         until(lambda: running.value("sum(vllm:layerpush_loads_total)") == PUSHES, "all loads are scraped")
         yield running
@@ -166,7 +166,7 @@ def test_an_alert_fires_and_names_the_engine(scraped: Scraped) -> None:
 
     async def ask() -> None:
         async with aiohttp.ClientSession() as session:
-            prompt = make_prompt(1200, PUSHES, SHAPE.vocabulary)
+            prompt = make_prompt(TOKENS, PUSHES, SHAPE.vocabulary)
             asking = asyncio.create_task(
                 complete(session, engines.decode, prompt, 1, kv_transfer_params=prefill.to_decode("unasked"))
             )
