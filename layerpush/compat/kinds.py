@@ -27,8 +27,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from layerpush.core.kv_kind import WHOLE_PROMPT, KvKind
+from layerpush.core.kv_kind import WHOLE_PROMPT, KvKind, Ranks
 
+WINDOW = "`sliding_window` - 1 tokens before it"
 HOOK, WHOLE = "when its hook is called", "never: the engine pushes whole requests"
 
 
@@ -36,17 +37,18 @@ class UnknownKindError(ValueError):
     """A KV cache has no row. The text names its class and the remedy."""
 
 
-def _full(spec: Any) -> KvKind:
-    return KvKind(spec.block_size)
+def _full(spec: Any, ranks: Ranks | None = None) -> KvKind:
+    return KvKind(spec.block_size, ranks=ranks)
 
 
-def _window(spec: Any) -> KvKind:
-    return KvKind(spec.block_size, first_attended=lambda position: max(0, position - int(spec.sliding_window) + 1))
+def _window(spec: Any, ranks: Ranks) -> KvKind:
+    window = int(spec.sliding_window)
+    return KvKind(spec.block_size, first_attended=lambda position: max(0, position - window + 1), ranks=ranks)
 
 
 def _chunked(spec: Any) -> KvKind:
     chunk = int(spec.attention_chunk_size)
-    return KvKind(spec.block_size, first_attended=lambda position: position - position % chunk)
+    return KvKind(spec.block_size, first_attended=lambda position: position - position % chunk, ranks="heads")
 
 
 def _state(spec: Any) -> KvKind:
@@ -74,10 +76,10 @@ class Row:
 
 
 KINDS: Mapping[type[KVCacheSpec], Row] = {
-    FullAttentionSpec: Row("full attention", _full),
-    MLAAttentionSpec: Row("MLA, and its indexer", _full),
-    SlidingWindowSpec: Row("sliding window", _window, attended="`sliding_window` - 1 tokens before it"),
-    SlidingWindowMLASpec: Row("MLA with a sliding window", _window, attended="`sliding_window` - 1 tokens before it"),
+    FullAttentionSpec: Row("full attention", partial(_full, ranks="heads")),
+    MLAAttentionSpec: Row("MLA, and its indexer", partial(_full, ranks="same")),
+    SlidingWindowSpec: Row("sliding window", partial(_window, ranks="heads"), attended=WINDOW),
+    SlidingWindowMLASpec: Row("MLA with a sliding window", partial(_window, ranks="same"), attended=WINDOW),
     ChunkedLocalAttentionSpec: Row("chunked local attention", _chunked, attended="the first token of its chunk"),
     CrossAttentionSpec: Row("cross attention", _full, ready="not tested"),
     EncoderOnlyAttentionSpec: Row("attention of an encoder", _full, ready="not tested"),

@@ -6,6 +6,7 @@ Writer thread.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
@@ -13,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPu
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 
 from layerpush.compat.cache_layout import state_parts
-from layerpush.compat.kinds import has_states
+from layerpush.compat.kinds import CacheKinds, has_states
+from layerpush.core.replica import Replica
 from layerpush.transport.base import Route
 from layerpush.transport.link import Link
 
@@ -46,7 +48,53 @@ def discover_link(
         Route(agent_name(agents[(0, spec.remote_rank)]), spec.remote_rank, local, remote)
         for spec, local, remote in targets
     )
-    return Link(engine_id, routes, _region_blocks(worker, engine_id), share=_share(worker, engine_id))
+    return Link(
+        engine_id,
+        routes,
+        _region_blocks(worker, engine_id),
+        share=_share(worker, engine_id),
+        replicas=replicas(worker, engine_id),
+    )
+
+
+def replicas(worker: NixlPushConnectorWorker, engine_id: str) -> tuple[Replica, ...]:
+    """This rank's part of the blocks of each transferred KV cache group, among the ranks that write to the same rank of
+    a connected decode engine. vLLM has checked by the sizes of the blocks that the heads are split as it counts them.
+    """
+    topology = worker.transfer_topo
+    assert topology is not None
+    remote = topology.get_engine_info(engine_id)
+    writers = topology.tp_ratio(remote.remote_tp_size)
+    same_heads = max(1, topology.tp_size // topology.total_num_kv_heads)
+    if writers <= 1 or topology.dcp_size > 1 or remote.remote_dcp_size > 1:
+        return ()
+    found = []
+    for kind in CacheKinds(worker.kv_cache_config).transferred:
+        count = writers if kind.ranks == "same" else min(writers, same_heads) if kind.ranks == "heads" else 1
+        found.append(Replica(topology.tp_rank % count, count))
+    return tuple(found)
+
+
+def own_blocks(worker: NixlPushConnectorWorker, engine_id: str, whole: ReadSpec) -> ReadSpec:
+    """The blocks of a whole push that this rank sends. At least one: vLLM attaches the completion to the WRITE."""
+    parts = replicas(worker, engine_id)
+    ids = list(zip(whole.local_block_ids, whole.remote_block_ids, strict=True))
+    if all(part.count == 1 for part in parts) or refusal(worker, engine_id) is not None or whole.block_ids_by_region:
+        return whole
+    pages = worker._physical_blocks_per_logical_kv_block
+    # Of the prompt's blocks, the decode engine has registered the last ones.
+    pairs = [list(zip(local[-len(remote) :], remote, strict=True)) if len(remote) else [] for local, remote in ids]
+    own = [
+        [pair for index, pair in enumerate(group) if part.owns(index // pages)]
+        for part, group in zip(parts, pairs, strict=True)
+    ]
+    if not any(own):
+        own = [group[-1:] for group in pairs]
+    return replace(
+        whole,
+        local_block_ids=tuple([local for local, _ in group] for group in own),
+        remote_block_ids=tuple([remote for _, remote in group] for group in own),
+    )
 
 
 def mismatch(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:

@@ -28,7 +28,7 @@ from layerpush.compat.handshake import signed
 from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor
 from layerpush.compat.heartbeats import Heartbeats
 from layerpush.compat.leases import SendLeases, extend
-from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, refusal
+from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, own_blocks, refusal
 from layerpush.compat.stats import TransferStats
 from layerpush.compat.whole_writes import WholeWrites
 from layerpush.core.layout import MAX_DESCRIPTORS
@@ -294,7 +294,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
             self,
             partial(
                 super()._xfer_blocks,
-                read_spec,
+                own_blocks(self, dst_engine_id, read_spec),
                 dst_engine_id,
                 request_id,
                 remote_request_id,

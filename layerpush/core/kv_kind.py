@@ -8,6 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+Ranks = Literal["heads", "same"]
 
 WHOLE_PROMPT = sys.maxsize
 """The block size of layers with a state: one block, complete at the end of the prompt."""
@@ -27,7 +30,8 @@ class KvKind:
 
     ``block_tokens`` is the number of tokens in a block; ``WHOLE_PROMPT`` for a state. ``first_attended`` maps the
     position of a token to the first position that it attends to. ``transfer_blocks`` takes a request's block ids in
-    token order and returns those that are transferred. ``fallback`` is the reason why an engine with such a cache
+    token order and returns those that are transferred. ``ranks`` is the difference between tensor parallel ranks: each
+    has other heads, or all have the same; None: another one. ``fallback`` is the reason why an engine with such a cache
     pushes whole requests, or None; ``never_gathered`` the reason why its WRITEs are never gathered.
     """
 
@@ -35,6 +39,7 @@ class KvKind:
     is_state: bool = False
     first_attended: Callable[[int], int] = _from_the_start
     transfer_blocks: Callable[[list[int]], list[int]] = _unchanged
+    ranks: Ranks | None = None
     fallback: str | None = None
     never_gathered: str | None = None
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layerpush.core.push_mode import PushMode
+from layerpush.core.replica import ALONE, Replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +161,13 @@ class PromptProgress:
 class Alignment:
     """Maps a prompt's ``total`` blocks of one group to the decode engine's: block ``i`` to ``targets[i - skipped]``.
 
-    The decode engine registered only the last ``len(targets)`` blocks of the prompt.
+    The decode engine registered only the last ``len(targets)`` blocks of the prompt. This rank sends the blocks of its
+    ``replica``.
     """
 
     total: int
     targets: tuple[int, ...]
+    replica: Replica = ALONE
 
     @property
     def skipped(self) -> int:

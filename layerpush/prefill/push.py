@@ -339,7 +339,7 @@ class Push:
             self.record.fallback = link.refusal
             self.handle(LinkRefused())
         else:
-            self.handle(Connected())
+            self.handle(Connected(link.replicas))
 
     def _refusal(self, registration: Registration) -> str | None:
         """The reason why nothing may be written to the connected engine for a registration; None if something may."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from layerpush.core.first_token import Sampled
+from layerpush.core.replica import Replica
 from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
 from layerpush.core.write import Write
@@ -72,7 +73,11 @@ class Registered(Event):
 
 @dataclass(frozen=True, slots=True)
 class Connected(Event):
-    """The decode engine is reachable and its blocks are laid out like ours."""
+    """The decode engine is reachable and its blocks are laid out like ours. ``replicas``: this rank's part of them in
+    each KV cache group; empty: all.
+    """
+
+    replicas: tuple[Replica, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

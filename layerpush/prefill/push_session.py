@@ -150,9 +150,9 @@ class PushSession(Machine[State, Event, Action]):
         actions.append(Connect(event.registration))
         return S.CONNECTING
 
-    def _on_connected(self, _: push_protocol.Connected, __: list[Action]) -> State:
+    def _on_connected(self, event: push_protocol.Connected, _: list[Action]) -> State:
         assert self.registration is not None
-        self._ready_blocks.align(self.registration.local_block_ids)
+        self._ready_blocks.align(self.registration.local_block_ids, event.replicas)
         self._coverage = Coverage(self._ready_blocks.wanted)
         return S.STREAMING
 

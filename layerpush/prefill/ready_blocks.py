@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layerpush.core.machine import IllegalTransitionError
+from layerpush.core.replica import ALONE, Replica
 from layerpush.core.step_plan import Alignment, ChunkPlan
 from layerpush.core.wire import NULL_BLOCK
 from layerpush.core.write import Segment
@@ -106,10 +107,13 @@ class ReadyBlocks:
             if not self._by_layer:
                 self._fresh.update(range(len(self._layer_groups)))
 
-    def align(self, targets: Sequence[tuple[int, ...]]) -> None:
-        """The decode engine's blocks are known. Raises ``MismatchError`` if they are not the end of this prompt."""
+    def align(self, targets: Sequence[tuple[int, ...]], replicas: Sequence[Replica] = ()) -> None:
+        """The decode engine's blocks are known. ``replicas``: this rank's part of them in each group; empty: all.
+
+        Raises ``MismatchError`` if they are not the end of this prompt.
+        """
         check_blocks(self._totals, targets)
-        self._alignments = tuple(map(Alignment, self._totals, targets))
+        self._alignments = tuple(map(Alignment, self._totals, targets, replicas or [ALONE] * len(targets)))
         self._skipped = tuple(alignment.skipped for alignment in self._alignments)
         self._count_bytes()
 
@@ -148,7 +152,10 @@ class ReadyBlocks:
         if chunks < 1 or not self._alignments:
             return 0
         ends = self._chunk_ends[chunks - 1]
-        return sum(max(0, ends[group] - self._skipped[group]) * size for group, size in self._group_bytes.items())
+        return sum(
+            self._alignments[group].replica.owned_before(max(0, ends[group] - self._skipped[group])) * size
+            for group, size in self._group_bytes.items()
+        )
 
     def _postable_end(self, layer: int) -> int:
         """The end of the blocks of a layer that may be posted now."""
@@ -157,15 +164,16 @@ class ReadyBlocks:
         return self._complete[self._layer_groups[layer]] if self._complete else 0
 
     def _paired(self, group: int, first: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Our blocks and the decode engine's for prompt blocks ``[first, end)``, the same for every layer."""
+        """This rank's blocks and the decode engine's for prompt blocks ``[first, end)``, the same for every layer."""
         key = (group, first, end)
         if key not in self._pairs:
-            skipped = self._skipped[group]
-            targets = self._alignments[group].targets[first - skipped : end - skipped]
+            skipped, alignment = self._skipped[group], self._alignments[group]
+            targets = alignment.targets[first - skipped : end - skipped]
+            both = zip(self._tables[group][first:end], targets, strict=True)
             pairs = [
                 (source, target)
-                for source, target in zip(self._tables[group][first:end], targets, strict=True)
-                if source != NULL_BLOCK and target != NULL_BLOCK
+                for block, (source, target) in enumerate(both, first - skipped)
+                if source != NULL_BLOCK and target != NULL_BLOCK and alignment.replica.owns(block)
             ]
             source, target = zip(*pairs, strict=True) if pairs else ((), ())
             self._pairs = {key: (source, target)} if len(self._pairs) > PAIRS_KEPT else self._pairs

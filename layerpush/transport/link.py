@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerpush.core.layout import BlockIds, CacheLayout, descriptor_ids, descriptor_offsets, kernel_ids
+from layerpush.core.replica import Replica
 from layerpush.core.write import Write
 from layerpush.transport.base import DescriptorIds, Route
 from layerpush.transport.link_speed import LinkSpeed
@@ -22,8 +23,9 @@ class Link:
 
     ``region_blocks`` are its regions' sizes in kernel blocks. ``share`` is the part of each of our blocks that one
     route carries: 1, or one over the number of decode ranks that split our heads. ``refusal`` is the reason why its
-    blocks cannot be written layer by layer, None if they can. ``gathered`` is the route from our staging ring into its
-    cache, if there is one. ``speed`` is measured over all connections to the engine.
+    blocks cannot be written layer by layer, None if they can. ``replicas`` is this rank's part of the blocks in each KV
+    cache group; empty: all. ``gathered`` is the route from our staging ring into its cache, if there is one. ``speed``
+    is measured over all connections to the engine.
     """
 
     engine_id: str
@@ -31,6 +33,7 @@ class Link:
     region_blocks: tuple[int, ...]
     share: float = 1.0
     refusal: str | None = None
+    replicas: tuple[Replica, ...] = ()
     gathered: Route | None = None
     speed: LinkSpeed = field(default_factory=LinkSpeed, compare=False)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+
+from layerpush.core.replica import Replica
 
 
 @pytest.mark.parametrize(
@@ -34,3 +37,94 @@ def test_a_mismatch_of_two_engines_has_a_reason(block_size: int, ranks: int, mam
     found = mismatch(worker, "other")  # type: ignore[arg-type]
     assert (found is None) == (reason is None)
     assert reason is None or reason in str(found)
+
+
+def prefill_rank(rank: int, ranks: int, heads: int, decode_ranks: int, *kinds: str, pages: int = 1) -> Any:
+    """The facts that a rank of P has of itself and of a connected D, as vLLM's worker holds them."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
+
+    specs = {
+        "heads": FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16),
+        "mla": MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16),
+    }
+    remote = SimpleNamespace(
+        remote_tp_size=decode_ranks, remote_dcp_size=1, remote_physical_blocks_per_logical=pages, remote_block_size=16
+    )
+    topology = SimpleNamespace(
+        tp_rank=rank,
+        tp_size=ranks,
+        dcp_size=1,
+        total_num_kv_heads=heads,
+        tp_ratio=lambda size: ranks // size if ranks >= size else -(size // ranks),
+        get_engine_info={"D": remote}.__getitem__,
+    )
+    return SimpleNamespace(
+        transfer_topo=topology,
+        kv_cache_config=KVCacheConfig(8, [], [KVCacheGroupSpec([kind], specs[kind]) for kind in kinds]),
+        engine_id="P",
+        dst_region_num_blocks={"P": [8], "D": [8]},
+        _physical_blocks_per_logical_kv_block=pages,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "decode_ranks", "heads", "kinds", "counts"),
+    [
+        (8, 1, 1, ["mla"], [8]),
+        (8, 2, 1, ["mla"], [4]),
+        (4, 2, 1, ["mla"], [2]),
+        (2, 2, 1, ["mla"], []),
+        (2, 4, 1, ["mla"], []),
+        (4, 1, 4, ["heads"], [1]),
+        (4, 1, 8, ["heads"], [1]),
+        (4, 1, 2, ["heads"], [2]),
+        (8, 4, 2, ["heads"], [2]),
+        (8, 1, 2, ["heads"], [4]),
+        (4, 4, 2, ["heads"], []),
+        (2, 4, 2, ["heads"], []),
+        (4, 1, 4, ["heads", "mla"], [1, 4]),
+        (4, 1, 2, ["mla", "heads"], [4, 2]),
+    ],
+)
+def test_ranks_with_equal_kv_for_a_decode_rank_share_its_blocks(
+    ranks: int, decode_ranks: int, heads: int, kinds: list[str], counts: list[int]
+) -> None:
+    from layerpush.compat.links import replicas
+
+    for rank in range(ranks):
+        found = replicas(prefill_rank(rank, ranks, heads, decode_ranks, *kinds), "D")
+        assert found == tuple(Replica(rank % count, count) for count in counts)
+
+
+@pytest.mark.parametrize("pages", [1, 2])
+@pytest.mark.parametrize("registered", [1, 3, 11, 37])
+def test_a_whole_push_sends_the_blocks_that_a_push_by_layer_sends(registered: int, pages: int) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
+
+    from layerpush.compat.links import own_blocks
+
+    ours, theirs = range(100 * pages, 140 * pages), range(1000, 1000 + registered * pages)
+    sent = []
+    for rank in range(4):
+        worker = prefill_rank(rank, 4, 1, 1, "mla", pages=pages)
+        own = own_blocks(worker, "D", ReadSpec(0, (list(ours),), (list(theirs),)))
+        pairs = [*zip(own.local_block_ids[0], own.remote_block_ids[0], strict=True)]
+        assert pairs, "vLLM attaches the completion to a WRITE"
+        by_layer = [
+            (ours[index - len(theirs)], theirs[index])
+            for index in range(len(theirs))
+            if Replica(rank, 4).owns(index // pages)
+        ]
+        assert pairs == by_layer or not by_layer
+        sent += by_layer
+    assert sorted(sent) == [*zip(ours[-len(theirs) :], theirs, strict=True)]
+
+
+def test_a_rank_alone_sends_all_blocks_of_a_whole_push() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
+
+    from layerpush.compat.links import own_blocks
+
+    whole = ReadSpec(0, ([1, 2, 3],), ([7, 8],))
+    assert own_blocks(prefill_rank(1, 4, 4, 1, "heads"), "D", whole) is whole
+    assert own_blocks(prefill_rank(0, 2, 2, 2, "heads"), "D", whole) is whole

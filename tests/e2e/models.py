@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from dataclasses import replace
 from typing import Any
 
 from bench.servers.model import ModelShape, write_model
@@ -72,6 +73,8 @@ class ModelShelf:
         llama = write_model(self._folder / "llama", SHAPE)
         if name == "llama":
             return llama
+        if name == "one kv head":
+            return write_model(self._folder / "one-kv-head", replace(SHAPE, kv_heads=1))
         path = self._folder / name
         if not path.exists():
             path.mkdir()

@@ -1,12 +1,16 @@
 """Unequal tensor parallelism: each P rank writes its share, D counts one completion per P rank. Checks tokens only."""
 
+from dataclasses import replace
+
 import pytest
 
+from layerpush.core.replica import STRIPE
 from tests.e2e import engines
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check_tokens, prompt, send, started_on_p
+from tests.e2e.models import SHAPE
 from tests.e2e.pushtrace import wait_for_pushes
 from tests.e2e.test_metrics import scrape, value, wait_for
 from tests.metrics_scrape import Scrape
@@ -20,6 +24,9 @@ CASES: tuple[tuple[int, Order], ...] = (
     (700, "late"),
     (2500, "together"),
 )
+BLOCK = 32
+BLOCK_BYTES = 2 * BLOCK * SHAPE.layers * SHAPE.head_dim * 4
+"""One block of all layers of the model with one KV head: K and V, in float32."""
 D_TWO = EngineSpec("D-tp2", "D", transfer(LAYERWISE), TWO_RANKS)
 
 
@@ -61,6 +68,26 @@ def check_counted_once(p: EngineHost, d: EngineHost, before: dict[EngineHost, Sc
     assert value(d, "loads_total", outcome="failed") == before[d].value("loads_total", outcome="failed")
     assert value(p, "write_bytes_sum") == before[p].value("write_bytes_sum") + written
     assert (value(p, "ranks"), value(d, "ranks")) == (p.spec.ranks, d.spec.ranks)
+
+
+@pytest.mark.exhaustive
+def test_ranks_with_equal_kv_send_each_block_once(fleet: Fleet) -> None:
+    """Both ranks of P hold the model's only KV head."""
+    model = "one kv head"
+    p, d, plain = fleet.get(
+        replace(P_TWO, name="P-tp2-one", model=model),
+        replace(engines.D_LAYER, name="D-one", model=model),
+        EngineSpec("R-one", "R", None, model=model),
+    )
+    reference = Reference(plain)
+    for length, order in CASES:
+        handoff = send(p, d, prompt(length, seed=100), order)
+        check_tokens(handoff.outcome(), reference)
+        pushes = wait_for_pushes(p.trace_dir, handoff.request_id, 2)
+        sent = [sum(write["bytes"] for write in push.writes) for push in pushes]
+        blocks = -(-length // BLOCK)
+        assert sum(sent) == BLOCK_BYTES * blocks or (order == "late" and blocks <= STRIPE), sent
+        assert min(sent) > 0 or blocks <= STRIPE
 
 
 def targets(rank: int, p_ranks: int, d_ranks: int) -> set[int]:

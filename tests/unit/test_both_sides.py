@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 
+from layerpush.core import replica
 from layerpush.core.postponed_loads import PostponedLoads
 from layerpush.prefill.claims import Claims
 from tests.unit.both_sides import (  # each adds mutants of its own
@@ -101,6 +102,22 @@ def test_storms_over_staging_memory_end_well(plan: str, part: int) -> None:
     plans = ended(storm(seed, packing={"plan": plan}) for seed in storms(part)).plans
     wanted = {"gather": ["gathered"], "mixed": ["direct", "gathered"]}[plan]
     assert all(plans[each] > STORMS // 4 for each in wanted), plans
+
+
+@pytest.mark.parametrize("stripe", [1, replica.STRIPE])
+def test_storms_between_ranks_with_equal_kv_end_well(stripe: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of P's two ranks sends its own blocks, by layer or in a whole push. The decode engine gets all of them."""
+    monkeypatch.setattr(replica, "STRIPE", stripe)
+    plans = ended(storm(seed, equal_kv=True) for seed in storms(0)).plans
+    assert plans["direct"] > STORMS // 4
+    assert plans["whole"]
+
+
+def test_a_block_that_no_rank_sends_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "STRIPE", 1)
+    monkeypatch.setattr(replica.Replica, "owns", lambda self, block: block % self.count == self.index == 0)
+    with pytest.raises(AssertionError, match="bytes"):
+        ended(storm(seed, equal_kv=True) for seed in storms(0))
 
 
 def test_pushes_go_directly_if_staging_memory_is_full() -> None:

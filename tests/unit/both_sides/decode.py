@@ -22,6 +22,7 @@ from layerpush.core.load_news import (
     LoadUnregistered,
 )
 from layerpush.core.postponed_loads import PostponedLoads
+from layerpush.core.replica import Replica
 from layerpush.core.request_names import named_prompts
 from layerpush.core.wire import (
     PROTOCOL_VERSION,
@@ -107,11 +108,11 @@ class DecodeEngine(Process):
         self.memory = np.full(LAYERS * D_BLOCKS * BLOCK_BYTES, POISON, np.uint8)
         self.watch = PeerWatch(PEER_TIMEOUT_S)
         self.caches: list[Descriptors] = []
-        for ranks in (1, 2):
-            for rank in range(ranks):
-                piece = BLOCK_BYTES // ranks
-                starts = range(rank * piece, self.memory.size, BLOCK_BYTES)
-                self.caches.append(self.endpoint.describe((ranks, rank), self.memory, starts, piece))
+        for pieces in (1, 2):
+            for rank in (0, 1):  # P's; two ranks that hold the same may send the same block
+                piece = BLOCK_BYTES // pieces
+                starts = range(rank % pieces * piece, self.memory.size, BLOCK_BYTES)
+                self.caches.append(self.endpoint.describe((pieces, rank), self.memory, starts, piece))
                 self.caches[-1].give_away(range(len(starts)))
         recorder = Recorder()
         worker: Any = self
@@ -325,6 +326,12 @@ class DecodeEngine(Process):
     def check_post(self, key: Hashable, ids: Sequence[int]) -> None:
         """No WRITE is posted into memory that another WRITE uses."""
         self.check_blocks(set(ids), "are written to again", key)
+
+    def blocks_of_others(self, replica: Replica, ids: Sequence[int]) -> set[int]:
+        """The blocks among these descriptors that another rank of P is to send."""
+        blocks = {index % D_BLOCKS for index in ids}
+        places = {block: place for load in self.loads.values() for place, block in enumerate(load.blocks)}
+        return {block for block in blocks if block in places and not replica.owns(places[block])}
 
     def _ids(self, load: Load) -> list[int]:
         return [layer * D_BLOCKS + block for layer in range(LAYERS) for block in load.blocks]

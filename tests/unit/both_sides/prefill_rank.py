@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from layerpush.core.layout import CacheLayout
+from layerpush.core.replica import ALONE, Replica
 from layerpush.core.wire import (
     Cancel,
     Decline,
@@ -70,7 +71,9 @@ class PrefillRank(Process):
         write_timeout_s: float = math.inf,
     ) -> None:
         super().__init__(world, engine.engine_id, rank)
-        self.engine, self.piece = engine, BLOCK_BYTES // engine.size
+        self.engine, self.pieces = engine, 1 if world.equal_kv else engine.size
+        self.piece = BLOCK_BYTES // self.pieces
+        self.replica = Replica(rank, engine.size) if world.equal_kv else ALONE
         layout = self.layout = layout_of([0] * world.layers, world.memory_blocks[0], self.piece)
         self.memory = np.full(world.layers * world.memory_blocks[0] * self.piece, POISON, np.uint8)
         self.owned = self.endpoint.describe("kv", self.memory, range(0, self.memory.size, self.piece), self.piece)
@@ -133,6 +136,10 @@ class PrefillRank(Process):
         target: DecodeEngine | None = self.world.engine_of(route.agent)  # type: ignore[assignment]
         if target is not None:
             target.check_post(route.remote_descriptors, remote.tolist())
+        if target is not None and self.world.equal_kv:
+            strays = target.blocks_of_others(self.replica, remote.tolist())
+            if len(strays) > 1:  # a whole push has a block at least
+                self.accuse(f"blocks {sorted(strays)} belong to another rank with equal KV")
         return self._post(route, local, remote, notification)
 
     # Memory.
@@ -176,7 +183,7 @@ class PrefillRank(Process):
 
     def write_kv(self, layer: int, block: int, kv: Bytes) -> None:
         at = (layer * self.world.memory_blocks[0] + block) * self.piece
-        self.memory[at : at + self.piece] = kv[self.rank * self.piece :][: self.piece]
+        self.memory[at : at + self.piece] = kv[self.rank % self.pieces * self.piece :][: self.piece]
 
     # A turn.
 
@@ -207,7 +214,7 @@ class PrefillRank(Process):
 
     def routes(self, engine_id: str) -> tuple[Route, ...]:
         """A route to each rank of a connected decode engine."""
-        return (Route(next(iter(self.agents_of(engine_id))), 0, "kv", (self.engine.size, self.rank)),)
+        return (Route(next(iter(self.agents_of(engine_id))), 0, "kv", (self.pieces, self.rank)),)
 
     def take_registration(self, request_id: str, _: float) -> Registration | None:
         return self.claims.take_registration(request_id, self.world.now)
@@ -244,12 +251,14 @@ class PrefillRank(Process):
     def discover_link(self, engine_id: str) -> Link:
         routes, regions = self.routes(engine_id), (self.world.memory_blocks[1],) * self.world.layers
         gathered = None if self.strategy is None else replace(routes[0], local_descriptors="blocks")
-        return Link(engine_id, routes, regions, share=1 / len(routes), gathered=gathered)
+        share, replicas = 1 / len(routes), (self.replica,)
+        return Link(engine_id, routes, regions, share=share, replicas=replicas, gathered=gathered)
 
     def push_whole(self, request_id: str, blocks: Any, data: dict[str, Any]) -> None:
         """As vLLM does it: one WRITE to each rank, whose end sends the completion."""
         registration = msgspec.convert(data, Registration)
         pairs = upstream_pairs(blocks[0], registration.local_block_ids[0])
+        pairs = [pair for index, pair in enumerate(pairs) if self.replica.owns(index)] or pairs[-1:]
         ours = self.descriptor_ids(slice(None), [source for source, _ in pairs])
         layers, theirs = range(self.world.layers), self.world.memory_blocks[1]
         targets = [layer * theirs + target for layer in layers for _, target in pairs]

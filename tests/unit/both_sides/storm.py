@@ -25,8 +25,17 @@ FAULT_RATES = {
 """Rates of faults; a world draws one of each kind."""
 
 
-def stormy(seed: int, packing: dict[str, Any] | None = None, *, ordered: bool = True, **fault_rates: Any) -> World:
-    """A world with random faults and packing, except for ``fault_rates`` and ``packing``."""
+def stormy(
+    seed: int,
+    packing: dict[str, Any] | None = None,
+    *,
+    ordered: bool = True,
+    equal_kv: bool = False,
+    **fault_rates: Any,
+) -> World:
+    """A world with random faults and packing, except for ``fault_rates`` and ``packing``. With ``equal_kv``, P has two
+    ranks that hold the same.
+    """
     draw = random.Random(seed)
     fault_rates = {kind: draw.choice(choices) for kind, choices in FAULT_RATES.items()} | fault_rates
     mode, max_in_flight = draw.choices(list(PushMode), (4, 3, 2, 1))[0], draw.choice([1, 2, 4])
@@ -34,7 +43,8 @@ def stormy(seed: int, packing: dict[str, Any] | None = None, *, ordered: bool = 
     packs = Packing.drawn(draw, **packing or {})
     blocks = draw.choice([*3 * [(P_BLOCKS, D_BLOCKS)], ROOM])
     faults = Faults.endless(seed, **fault_rates)
-    return World(faults, seed, 1 if packing else ranks, mode, max_in_flight, packs, blocks, ordered=ordered)
+    ranks = 2 if equal_kv else 1 if packing else ranks
+    return World(faults, seed, ranks, mode, max_in_flight, packs, blocks, ordered=ordered, equal_kv=equal_kv)
 
 
 def storm(seed: int, moves: int = 120, packing: dict[str, Any] | None = None, **fault_rates: Any) -> World:

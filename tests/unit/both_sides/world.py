@@ -54,9 +54,12 @@ class World:
         blocks: tuple[int, int] = (P_BLOCKS, D_BLOCKS),
         *,
         ordered: bool = True,
+        equal_kv: bool = False,
     ) -> None:
+        """``equal_kv``: each of P's ranks holds all KV. Otherwise each has a part of every block."""
         self.prefill_blocks, self.decode_blocks = blocks
         self.fabric = FakeFabric(faults, seed, ordered=ordered)
+        self.equal_kv = equal_kv
         self.ranks, self.mode, self.max_in_flight = ranks, mode, max_in_flight
         self.packing = packing or Packing()
         self.copies = random.Random(self.packing.seed)
