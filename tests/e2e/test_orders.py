@@ -1,11 +1,13 @@
 """D registers early, mid-prefill or after P finished; prompts around every block and chunk boundary."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.e2e import engines
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Order, Reference, check, introduce, prompt, send
+from tests.e2e.handoff import Handoff, Order, Reference, check, introduce, new_id, prompt, send
 from tests.e2e.models import LAYERS
 from tests.e2e.streamchecks import check_completed, check_streamed
 from tests.support import libfabric
@@ -82,3 +84,15 @@ def test_registered_after_the_last_step_while_p_stands_still(fleet: Fleet, refer
     handoff = send(p, d, prompt(700, seed=3), "after_last_step")
     check(handoff.outcome(), reference)
     check_completed(handoff.push(), 700)
+
+
+def test_ids_of_the_two_requests_differ(fleet: Fleet, reference: Reference, pair: Pair) -> None:
+    """`remote_request_id` alone says which prompt D wants."""
+    p, d = fleet.get(*pair)
+    handoff = Handoff(new_id(), prompt(300, seed=4), p, d)
+    at_d = replace(handoff.to_d(), request_id=new_id())
+    d.add(at_d)
+    p.add(handoff.to_p())
+    assert d.wait_output(at_d.request_id).token_ids == reference.tokens(handoff.token_ids)
+    p.wait_output(handoff.request_id)
+    check_completed(handoff.push(), 300)
