@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import types
@@ -12,48 +11,9 @@ from collections.abc import Collection
 
 import pytest
 
-from bench import ROOT, calm
-from tests.support.waiting import until
-from tests.unit.test_plugin import LOAD, python
-
-
-@pytest.mark.slow
-def test_calm_patches_the_busy_loops_on_request() -> None:
-    done = python(
-        "import logging; logging.basicConfig(level=logging.INFO)\n"
-        + LOAD
-        + """
-import sys
-import vllm.distributed.utils as utils
-import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
 from bench import calm
-
-assert calm.applied()
-assert not any(name.split(".")[0].startswith("nixl") for name in sys.modules)
-assert utils.sched_yield == shm_broadcast.sched_yield
-assert type(utils.sched_yield.__self__).__module__ == "bench.calm"
-hooks = [finder for finder in sys.meta_path if type(finder).__module__ == "bench.calm"]
-calm.apply()
-assert [finder for finder in sys.meta_path if type(finder).__module__ == "bench.calm"] == hooks
-assert len(hooks) == 3
-
-from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
-assert EngineCoreProc._process_engine_step.__module__ == "bench.calm"
-assert DPEngineCoreProc._process_engine_step is EngineCoreProc._process_engine_step
-
-import inspect, nixl._api
-config = nixl._api.nixlBind.nixlAgentConfig()
-config.pthrDelay = 0
-assert config.pthrDelay == calm.PROGRESS_DELAY_US
-config.pthrDelay = 7
-assert config.pthrDelay == 7
-assert "class nixl_agent" in inspect.getsource(nixl._api)
-""",
-        LAYERPUSH_CALM="1",
-        PYTHONPATH=os.pathsep.join(map(str, (ROOT, calm.FOLDER))),
-    )
-    assert done.returncode == 0, done.stderr
-    assert (done.stdout + done.stderr).count("LAYERPUSH_CALM is set") == 1
+from tests.support.waiting import until
+from tests.unit.test_plugin import python
 
 
 @pytest.mark.slow

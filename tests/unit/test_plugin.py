@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 
+from bench import ROOT, calm
 from layerpush import plugin
 from layerpush.compat.patches import PatchHook
 from layerpush.core.config import CONNECTOR_NAME, ConfigError
@@ -16,10 +18,10 @@ from layerpush.core.config import CONNECTOR_NAME, ConfigError
 LOAD = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         env=clean | environment,
         capture_output=True,
         text=True,
@@ -28,11 +30,9 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
-def test_vllm_loads_the_connector_lazily_and_leaves_busy_loops_alone() -> None:
-    done = python(
-        LOAD
-        + """
+PLAIN = (
+    LOAD
+    + """
 import sys
 import vllm.distributed.utils as utils
 import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
@@ -61,10 +61,82 @@ plugin.register()  # as if the operator had registered our class by hand before:
 assert KVConnectorFactory._registry["LayerwisePushConnector"] is registered
 cls = KVConnectorFactory.get_connector_class_by_name("LayerwisePushConnector")
 assert (cls.__module__, cls.__qualname__) == ("layerpush.connector", "LayerwisePushConnector"), cls
-""",
-        LAYERPUSH_CALM="1",  # means nothing to the connector: bench has the plugin
-    )
+"""
+)
+CALM = (
+    "import logging; logging.basicConfig(level=logging.INFO)\n"
+    + LOAD
+    + """
+import sys
+import vllm.distributed.utils as utils
+import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
+from bench import calm
+
+assert calm.applied()
+assert not any(name.split(".")[0].startswith("nixl") for name in sys.modules)
+assert utils.sched_yield == shm_broadcast.sched_yield
+assert type(utils.sched_yield.__self__).__module__ == "bench.calm"
+hooks = [finder for finder in sys.meta_path if type(finder).__module__ == "bench.calm"]
+calm.apply()
+assert [finder for finder in sys.meta_path if type(finder).__module__ == "bench.calm"] == hooks
+assert len(hooks) == 3
+
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+assert EngineCoreProc._process_engine_step.__module__ == "bench.calm"
+assert DPEngineCoreProc._process_engine_step is EngineCoreProc._process_engine_step
+
+import inspect, nixl._api
+config = nixl._api.nixlBind.nixlAgentConfig()
+config.pthrDelay = 0
+assert config.pthrDelay == calm.PROGRESS_DELAY_US
+config.pthrDelay = 7
+assert config.pthrDelay == 7
+assert "class nixl_agent" in inspect.getsource(nixl._api)
+"""
+)
+FORKS = """
+import json, os, sys, traceback
+import vllm.plugins, vllm.distributed.device_communicators.shm_broadcast
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+for code, log, folders in json.loads(sys.argv[1]):
+    if os.fork():
+        os.wait()
+        continue
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    sys.path += folders
+    try:
+        exec(code)
+        print("all is well", flush=True)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(0)
+"""
+"""Forks of one process that has imported what every process of vLLM imports before its plugins."""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What two processes of vLLM say: "plain" without the plugin of calm mode, "calm" with it."""
+    folder = tmp_path_factory.mktemp("forks")
+    forks = [(PLAIN, str(folder / "plain"), []), (CALM, str(folder / "calm"), [str(calm.FOLDER)])]
+    done = python(FORKS, json.dumps(forks), LAYERPUSH_CALM="1", PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
+    return {file.name: file.read_text() for file in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_vllm_loads_the_connector_lazily_and_leaves_busy_loops_alone(said: dict[str, str]) -> None:
+    """LAYERPUSH_CALM means nothing to the connector: bench has the plugin."""
+    assert "all is well" in said["plain"], said["plain"]
+
+
+@pytest.mark.slow
+def test_calm_patches_the_busy_loops_on_request(said: dict[str, str]) -> None:
+    assert "all is well" in said["calm"], said["calm"]
+    assert said["calm"].count("LAYERPUSH_CALM is set") == 1
 
 
 def test_an_unknown_patch_and_a_foreign_class_of_that_name_stop_vllm_with_a_clear_error(
