@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
+from vllm.v1.utils import tensor_data
 
 from layerpush.compat.first_tokens import sampling_of
 from layerpush.compat.nixl_connector import get_base_request_id
@@ -112,20 +113,23 @@ class VllmPushScheduler(NixlPushConnectorScheduler, ABC):
         return named_prompts([*bases, transfer_id(params)], self.prompt_digest(request))
 
     def prompt_digest(self, request: Request) -> str | None:
-        """A digest, 32 hexadecimal digits, equal on P and D for equal prompts. None if P and D cannot compare them.
+        """A digest, 32 hexadecimal digits, equal on P and D for equal prompts: their tokens, embeddings, adapter and
+        inputs of other kinds. None if P and D cannot compare them.
 
         P may have dropped the last tokens, which it leaves to D: the digest counts them, and leaves out their ids.
         """
-        tokens = request.prompt_token_ids
-        if tokens is None or request.prompt_embeds is not None:
+        tokens, embeddings, backoff = request.prompt_token_ids or [], request.prompt_embeds, self._prefill_backoff()
+        if embeddings is not None and backoff:
             return None
-        backoff = self._prefill_backoff()
         dropped = backoff if (request.kv_transfer_params or {}).get("_p_side_truncated") else 0
         whole = len(tokens) + dropped
         kept = tokens[: whole - backoff] if whole > backoff > 0 else tokens
         digest = hashlib.blake2b(array("i", kept).tobytes(), digest_size=16)
         if backoff:
             digest.update(str(whole).encode())
+        if embeddings is not None:
+            digest.update(tensor_data(embeddings))
+            digest.update(bytes(request.prompt_is_token_ids or ()))
         adapter = request.lora_request.lora_name if request.lora_request else ""
         for name in (adapter, *(feature.identifier for feature in request.mm_features)):
             digest.update(b"\0" + name.encode())

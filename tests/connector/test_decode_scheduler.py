@@ -9,11 +9,14 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import pytest
+import torch
 
 from layerpush.compat.metadata import ABORTED, LoadCancelled, PushDeclined
+from layerpush.compat.push_scheduler import VllmPushScheduler
 from layerpush.compat.worker_report import WorkerReport
 from layerpush.core.load_news import LoadCleared, LoadParked, LoadToken
 from layerpush.core.request_names import Arrived
@@ -586,3 +589,38 @@ def test_d_declines_the_push_of_a_request_aborted_in_the_queue(decode: Build) ->
     d.step()
     assert [each.message.request_id for each in d.news(PushDeclined)] == ["r"]
     assert not d.scheduler.has_requests()
+
+
+def test_the_digest_covers_all_that_a_prompt_is() -> None:
+    """Tokens, embeddings, the places of embeddings among tokens, the adapter, images."""
+    numbers = torch.arange(48, dtype=torch.bfloat16).reshape(6, 8)
+    scheduler: Any = SimpleNamespace(_prefill_backoff=lambda: 0)
+
+    def digest(backoff: int = 0, **changes: Any) -> str | None:
+        prompt = {
+            "prompt_token_ids": [3, 4, 5, 6, 7, 8],
+            "prompt_embeds": None,
+            "prompt_is_token_ids": None,
+            "kv_transfer_params": None,
+            "lora_request": None,
+            "mm_features": [],
+        }
+        scheduler._prefill_backoff = lambda: backoff
+        found: str | None = VllmPushScheduler.prompt_digest(scheduler, SimpleNamespace(**prompt | changes))
+        return found
+
+    places = [True, False] * 3
+    prompts: list[dict[str, Any]] = [
+        {},
+        {"prompt_token_ids": [3, 4, 5, 6, 7, 9]},
+        {"prompt_token_ids": None, "prompt_embeds": numbers},
+        {"prompt_token_ids": None, "prompt_embeds": numbers + 1},
+        {"prompt_embeds": numbers, "prompt_is_token_ids": places},
+        {"prompt_embeds": numbers, "prompt_is_token_ids": places[::-1]},
+        {"lora_request": SimpleNamespace(lora_name="a")},
+        {"lora_request": SimpleNamespace(lora_name="b")},
+        {"mm_features": [SimpleNamespace(identifier="image")]},
+    ]
+    assert len({digest(**one) for one in prompts} - {None}) == len(prompts)
+    assert digest(**prompts[3]) == digest(prompt_token_ids=None, prompt_embeds=(numbers + 1).clone())
+    assert digest(backoff=1, prompt_embeds=numbers) is None, "P may have dropped the last of them"
