@@ -54,7 +54,7 @@ def run_dry(engine: Engine) -> None:
             engine.step()
         return not engine.scheduler.has_requests()
 
-    until(has_none_left)
+    until(has_none_left, pause_s=0.004)
 
 
 def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:

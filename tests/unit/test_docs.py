@@ -65,11 +65,13 @@ def test_the_pictures_are_up_to_date(path: Path) -> None:
     ],
 )
 def test_a_version_missing_from_its_file_is_an_error(tmp_path: Path, name: str, old: str) -> None:
-    for each in ("pyproject.toml", "requirements/cpu.lock", "requirements/torch.lock", "bench/results/soak.json"):
+    files = {each: (ROOT / each).read_text() for each in ("pyproject.toml", *map(str, versions.LOCKS))}
+    files[str(versions.SOAK)] = '{"versions": {"python": "3.11.7"}}'
+    for each, text in files.items():
         (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / each).write_text((ROOT / each).read_text())
+        (tmp_path / each).write_text(text)
     assert versions.tables(tmp_path)
-    (tmp_path / name).write_text((ROOT / name).read_text().replace(old, "\nother"))
+    (tmp_path / name).write_text(files[name].replace(old, "\nother"))
     with pytest.raises((LookupError, ValueError)):
         versions.tables(tmp_path)
 
