@@ -5,6 +5,7 @@ Writer thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -100,13 +101,18 @@ def own_blocks(worker: NixlPushConnectorWorker, engine_id: str, whole: ReadSpec)
 def mismatch(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
     """The reason why no push between this engine and a connected one can be right; None if one can.
 
-    vLLM's check of block sizes ends a decode engine, and it has none of tensor parallel sizes of models with Mamba.
+    vLLM's check of block sizes ends a decode engine. It has no check of the kernel blocks in a block: P would write the
+    wrong ones, and then D ends. Nor has it one of tensor parallel sizes of models with Mamba.
     """
     topology = worker.transfer_topo
     assert topology is not None
     remote = topology.get_engine_info(engine_id)
-    if remote.remote_block_size != worker.block_size:
-        return f"its block size is {remote.remote_block_size} tokens, ours {worker.block_size}"
+    theirs = remote.remote_block_size, remote.remote_physical_blocks_per_logical
+    ours = worker.block_size, worker._physical_blocks_per_logical_kv_block
+    if math.prod(theirs) != math.prod(ours):
+        return f"its block size is {math.prod(theirs)} tokens, ours {math.prod(ours)}"
+    if theirs != ours:
+        return f"its kernels' block size is {theirs[0]} tokens, ours {ours[0]}"
     if remote.remote_tp_size != topology.tp_size and has_states(worker.kv_cache_config):
         return (
             f"it has {remote.remote_tp_size} tensor parallel ranks, we {topology.tp_size},"
@@ -117,13 +123,6 @@ def mismatch(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
 
 def refusal(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
     """The reason why a decode engine's blocks cannot be written layer by layer; None if they can."""
-    assert worker.transfer_topo is not None
-    remote = worker.transfer_topo.get_engine_info(engine_id)
-    if remote.remote_physical_blocks_per_logical != worker._physical_blocks_per_logical_kv_block:
-        return (
-            f"its blocks are {remote.remote_physical_blocks_per_logical} kernel blocks, "
-            f"ours {worker._physical_blocks_per_logical_kv_block}"
-        )
     local, theirs = worker.dst_region_num_blocks[worker.engine_id], worker.dst_region_num_blocks[engine_id]
     if len(local) != len(theirs):
         return f"it registered {len(theirs)} regions, we {len(local)}"

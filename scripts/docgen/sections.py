@@ -24,6 +24,7 @@ from scripts.docgen import (
     patches,
     protocol,
     soakrun,
+    topologies,
     versions,
 )
 from scripts.docgen.markers import fill
@@ -87,6 +88,7 @@ SECTIONS: Mapping[str, Section] = {
     "proxy-options": Section((PROXY,), lambda _: options.proxy()),
     "patches": Section((COMPATIBILITY,), lambda _: patches.patches()),
     "unhooked-layers": Section((COMPATIBILITY,), hooks.layers),
+    "topologies": Section((COMPATIBILITY,), topologies.pairs),
     "kinds": Section((COMPATIBILITY,), lambda _: kinds.table_of_kinds()),
     "versions": Section((COMPATIBILITY,), versions.tables),
     "contributing": Section((CONTRIBUTING,), contributing.page),

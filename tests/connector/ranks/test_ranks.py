@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from layerpush.core.write import Write
 from layerpush.transport.base import DescriptorIds
 from layerpush.transport.link import DirectPlanner, Link
 from tests.connector.conftest import LISTENER
-from tests.connector.ranks.topology import Case, Topology, cases
+from tests.connector.ranks.topology import Case, Side, Topology, cases
 
 
 @pytest.fixture(scope="module")
 def folder(world: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a second one would only spin
     gc.freeze()  # a run ends with a collection, which need not look at vLLM's modules
     with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")  # vLLM transfers no other
         patched.setattr(f"{LISTENER}.WAIT_S", 0.01)  # an engine's shutdown waits so long
         yield tmp_path_factory.mktemp("models")
     gc.unfreeze()
+    torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.row)
+CASES = [pytest.param(case, id=case.row, marks=pytest.mark.exhaustive if case.exhaustive else ()) for case in cases()]
+SIDES = st.builds(
+    Side,
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 1, 2]),
+    dp=st.sampled_from([1, 1, 2]),
+    block_size=st.sampled_from([32, 32, 64]),
+    layout=st.sampled_from(["LBHNC", "LBHNC", "BLHNC", "LBNHC", "BLNHC"]),
+)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_every_byte_of_the_kv(case: Case, folder: Path) -> None:
     from tests.connector.ranks.rig import run
 
@@ -35,6 +55,26 @@ def test_every_byte_of_the_kv(case: Case, folder: Path) -> None:
     assert case.reason in result.reason
     assert sum(result.sent) == case.copies * result.needed
     assert (result.needed > 0) == (case.mode != "refused")
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_any_pair_of_engines_is_right_or_refused(folder: Path, data: st.DataObject) -> None:
+    from tests.connector.ranks.rig import run
+
+    p = data.draw(SIDES)
+    alike = data.draw(st.booleans())  # two independent sides are mostly refused
+    d = replace(data.draw(SIDES), **({"layout": p.layout, "block_size": p.block_size, "pp": 1} if alike else {}))
+    kind = data.draw(st.sampled_from(["full", "window", "mixed", "mla", "indexer", "states"]))
+    if kind in ("mla", "indexer") and p.layout.startswith("B"):
+        p, d = replace(p, block_size=16), replace(d, block_size=16)  # vLLM splits no block of such rows
+    tokens = data.draw(st.integers(1, 300))
+    cached = 0 if kind == "states" else data.draw(st.integers(0, tokens - 1))
+    topology = Topology(kind, p, d, data.draw(st.sampled_from([2, 4, 8])), tokens, cached)
+    result = run(topology, folder)
+    assert result.differing == []
+    assert result.mode != "refused" or result.reason
 
 
 @pytest.mark.parametrize("fault", ["blocks change places", "a block of nobody is written"])
