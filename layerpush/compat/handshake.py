@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG, NixlHandshakePayload
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
 MAX_ANSWER_BYTES = 8 << 20
 """Of an engine's answers to one handshake or probe, all ranks together."""
+MAX_SETTING = 200
+"""Characters of a peer's setting in a message."""
 
 
 @dataclass
 class LayerpushHandshakePayload(NixlHandshakePayload):
-    """vLLM's answer, and a field that says that layerpush runs the engine. vLLM's decoder skips it."""
+    """vLLM's answer, and fields of our own: layerpush runs the engine, and the settings that vLLM compares by
+    ``compatibility_hash``. vLLM's decoder skips them.
+    """
 
     layerpush: bool = True
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 class Agent(NamedTuple):
@@ -32,6 +39,7 @@ class _HandshakeAnswer(msgspec.Struct):
     compatibility_hash: str
     agent_metadata_bytes: bytes
     layerpush: bool = False
+    settings: dict[str, str] = {}
 
 
 class _AgentDescription(msgspec.Struct):
@@ -46,9 +54,44 @@ def handshake_query(pp_rank: int, tp_rank: int) -> bytes:
     return msgspec.msgpack.encode((GET_META_MSG, pp_rank, tp_rank))
 
 
-def signed(payload: NixlHandshakePayload) -> NixlHandshakePayload:
-    """``payload`` with the field that says that layerpush runs the engine."""
-    return LayerpushHandshakePayload(payload.compatibility_hash, payload.agent_metadata_bytes)
+def settings_of(worker: NixlPushConnectorWorker) -> dict[str, str]:
+    """The settings of an engine that must be the same on P and D, by their names."""
+    model, cache = worker.vllm_config.model_config, worker.vllm_config.cache_config
+    found = {
+        "vLLM": vllm.__version__,
+        "the model": model.model,
+        "dtype": model.dtype,
+        "the number of KV heads": model.get_total_num_kv_heads(),
+        "the head size": model.get_head_size(),
+        "the number of layers": model.get_total_num_hidden_layers(),
+        "the attention backend": worker.backend_name,
+        "the KV cache dtype": cache.cache_dtype,
+        "disable_hybrid_kv_cache_manager": worker.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+    }
+    return {name: str(value) for name, value in found.items()}
+
+
+def signed(payload: NixlHandshakePayload, settings: dict[str, str]) -> LayerpushHandshakePayload:
+    """``payload`` with our own fields."""
+    return LayerpushHandshakePayload(payload.compatibility_hash, payload.agent_metadata_bytes, settings=settings)
+
+
+def difference(ours: LayerpushHandshakePayload, payload: bytes) -> str | None:
+    """The settings in which the engine that sent ``payload`` differs, in one sentence. None if it has the same, or if
+    it does not list them: then vLLM's handshake has an error of its own.
+    """
+    try:
+        theirs = msgspec.msgpack.decode(payload, type=_HandshakeAnswer)
+    except (ValueError, RecursionError):
+        return None
+    if theirs.compatibility_hash == ours.compatibility_hash:
+        return None
+    different = [
+        f"{name} is {theirs.settings[name][:MAX_SETTING]!r} there and {value!r} here"
+        for name, value in ours.settings.items()
+        if theirs.settings.get(name, value) != value
+    ]
+    return f"P and D must have the same settings: {', '.join(different)}" if different else None
 
 
 def agent_of_handshake(payload: bytes) -> Agent:

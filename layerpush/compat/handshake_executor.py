@@ -50,6 +50,11 @@ class Answers:
         self._clock_ahead = clock_ahead
         self._query = b""
 
+    @property
+    def first(self) -> bytes:
+        """The first part of the answer to the first query; empty if there is none."""
+        return next((parts[0] for parts in self._parts.values() if parts), b"")
+
     def setsockopt(self, *_: object) -> None:
         """Does nothing: the answers are here."""
 
@@ -111,15 +116,22 @@ class _Handshake:
 
 class HandshakeExecutor:
     """Takes the place of vLLM's executor, and uses it. ``ranks_of`` returns the ranks to ask of an engine with these
-    tensor and decode context parallel sizes.
+    tensor and decode context parallel sizes. ``refusal`` returns the reason why the handshake with an engine that gave
+    such an answer must fail, or None.
 
     At most ``MAX_RUNNING`` handshakes run at a time, ``MAX_RUNNING_WITH_HOST`` of them with one host. So many threads
     hold answers. Others wait. Any thread may call it.
     """
 
-    def __init__(self, executor: Executor, ranks_of: Callable[[int, int], Sequence[int]]) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        ranks_of: Callable[[int, int], Sequence[int]],
+        refusal: Callable[[bytes], str | None],
+    ) -> None:
         self._executor = executor
         self._ranks_of = ranks_of
+        self._refusal = refusal
         self._lock = threading.Lock()
         self._waiting: list[_Handshake] = []
         self._running: Counter[str] = Counter()
@@ -180,6 +192,9 @@ class HandshakeExecutor:
         result, failure = None, None
         try:
             answers = ask(handshake.host, handshake.port, handshake.queries())
+            refusal = self._refusal(answers.first)
+            if refusal is not None:
+                raise HandshakeError(refusal)
             result = self._executor.submit(_with_answers, answers, handshake.of_vllm).result()
         except BaseException as error:  # noqa: BLE001  # the future's callers get it, as from vLLM's executor
             failure = error

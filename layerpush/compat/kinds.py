@@ -98,6 +98,12 @@ KINDS: Mapping[type[KVCacheSpec], Row] = {
 """By vLLM's class. A subclass without a row has that of its nearest ancestor."""
 
 
+def kinds_of(spec: KVCacheSpec) -> list[KvKind]:
+    """The kinds of all layers of a group. Raises ``UnknownKindError``."""
+    layers = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    return [kind_of(layer) for layer in layers]
+
+
 def kind_of(spec: KVCacheSpec) -> KvKind:
     """The kind of a KV cache. Raises ``UnknownKindError``."""
     first = spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec

@@ -5,6 +5,7 @@ Writer thread.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPu
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 
 from layerpush.compat.cache_layout import state_parts
-from layerpush.compat.kinds import CacheKinds, has_states
+from layerpush.compat.kinds import has_states, kinds_of
 from layerpush.core.replica import Replica
 from layerpush.transport.base import Route
 from layerpush.transport.link import Link
@@ -69,9 +70,10 @@ def replicas(worker: NixlPushConnectorWorker, engine_id: str) -> tuple[Replica, 
     same_heads = max(1, topology.tp_size // topology.total_num_kv_heads)
     if writers <= 1 or topology.dcp_size > 1 or remote.remote_dcp_size > 1:
         return ()
+    counts = {"same": writers, "heads": min(writers, same_heads), None: 1}
     found = []
-    for kind in CacheKinds(worker.kv_cache_config).transferred:
-        count = writers if kind.ranks == "same" else min(writers, same_heads) if kind.ranks == "heads" else 1
+    for group in worker.kv_cache_config.transfer_groups:
+        count = min(counts[kind.ranks] for kind in kinds_of(group.kv_cache_spec))
         found.append(Replica(topology.tp_rank % count, count))
     return tuple(found)
 
@@ -89,7 +91,8 @@ def own_blocks(worker: NixlPushConnectorWorker, engine_id: str, whole: ReadSpec)
         [pair for index, pair in enumerate(group) if part.owns(index // pages)]
         for part, group in zip(parts, pairs, strict=True)
     ]
-    if not any(own):
+    has_layers = [bool(group.layer_names) for group in worker.kv_cache_config.transfer_groups]  # on a pipeline's stage
+    if not any(itertools.compress(own, has_layers)):
         own = [group[-1:] for group in pairs]
     return replace(
         whole,

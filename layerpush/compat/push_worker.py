@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from layerpush.compat import patches
 from layerpush.compat.affinity import Affinity
 from layerpush.compat.engine_settings import ends_with_flush, split_at
-from layerpush.compat.handshake import signed
+from layerpush.compat.handshake import difference, settings_of, signed
 from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor
 from layerpush.compat.heartbeats import Heartbeats
 from layerpush.compat.leases import SendLeases, extend
@@ -107,7 +107,9 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         self._keeps_facts = False
         self._handshake_errors = PeerErrors(logger)
         if patches.is_on("handshakes"):
-            self._handshake_initiation_executor = HandshakeExecutor(self._handshake_initiation_executor, self._ranks_of)
+            self._handshake_initiation_executor = HandshakeExecutor(
+                self._handshake_initiation_executor, self._ranks_of, self._difference
+            )
 
     # Hooks of a subclass.
 
@@ -144,6 +146,10 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         ranks: list[int] = self.transfer_topo.handshake_target_ranks(tp_size, dcp_size)
         return ranks
 
+    def _difference(self, answer: bytes) -> str | None:
+        """The settings of the engine that gave this answer which forbid a handshake, in one sentence; or None."""
+        return difference(self.xfer_handshake_metadata, answer) if self.enforce_compat_hash else None
+
     def add_remote_agent(self, nixl_agent_meta: Any, *args: Any, **kwargs: Any) -> str:
         """Raises ``ValueError`` for absurd sizes, so the handshake fails: vLLM would size its tables by them."""
         regions = nixl_agent_meta.region_num_blocks or [nixl_agent_meta.num_blocks] * len(nixl_agent_meta.block_lens)
@@ -165,7 +171,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        self.xfer_handshake_metadata = signed(self.xfer_handshake_metadata)
+        self.xfer_handshake_metadata = signed(self.xfer_handshake_metadata, settings_of(self))
 
     def start_writer(self, loop: Task) -> None:
         """Have the writer thread run ``loop``. Call it after ``register_kv_caches``, which starts the thread."""

@@ -359,6 +359,8 @@ class Push:
             descriptors = sum(transfer.record.runs or 0 for transfer in posted)
             at = min(transfer.on_wire_at for transfer in posted)
             speed.write_posted((self.request_id, write.id), write.size, at, descriptors)
+        elif write.id not in self._losses:  # it moves no blocks: other ranks do, or the decode engine has them
+            self.record.t_last_landed = time.perf_counter()
         self._end_write(write.id, seen=time.perf_counter())
 
     def _notify(self, action: Notify) -> None:

@@ -48,12 +48,21 @@ def test_a_mismatch_of_two_engines_has_a_reason(
 
 def prefill_rank(rank: int, ranks: int, heads: int, decode_ranks: int, *kinds: str, pages: int = 1) -> Any:
     """The facts that a rank of P has of itself and of a connected D, as vLLM's worker holds them."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MLAAttentionSpec,
+        UniformTypeKVCacheSpecs,
+    )
 
-    specs = {
+    specs: dict[str, Any] = {
         "heads": FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16),
         "mla": MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16),
     }
+    specs["mla and heads"] = UniformTypeKVCacheSpecs(16, {name: specs[name] for name in ("mla", "heads")})
+    specs["no layers"] = specs["mla"]
+    groups = [KVCacheGroupSpec([] if kind == "no layers" else [kind], specs[kind]) for kind in kinds]
     remote = SimpleNamespace(
         remote_tp_size=decode_ranks, remote_dcp_size=1, remote_physical_blocks_per_logical=pages, remote_block_size=16
     )
@@ -67,7 +76,7 @@ def prefill_rank(rank: int, ranks: int, heads: int, decode_ranks: int, *kinds: s
     )
     return SimpleNamespace(
         transfer_topo=topology,
-        kv_cache_config=KVCacheConfig(8, [], [KVCacheGroupSpec([kind], specs[kind]) for kind in kinds]),
+        kv_cache_config=KVCacheConfig(8, [], groups),
         engine_id="P",
         dst_region_num_blocks={"P": [8], "D": [8]},
         _physical_blocks_per_logical_kv_block=pages,
@@ -91,6 +100,8 @@ def prefill_rank(rank: int, ranks: int, heads: int, decode_ranks: int, *kinds: s
         (2, 4, 2, ["heads"], []),
         (4, 1, 4, ["heads", "mla"], [1, 4]),
         (4, 1, 2, ["mla", "heads"], [4, 2]),
+        (4, 1, 4, ["mla and heads"], [1]),
+        (4, 1, 2, ["mla and heads", "mla"], [2, 4]),
     ],
 )
 def test_ranks_with_equal_kv_for_a_decode_rank_share_its_blocks(
@@ -125,6 +136,16 @@ def test_a_whole_push_sends_the_blocks_that_a_push_by_layer_sends(registered: in
         assert pairs == by_layer or not by_layer
         sent += by_layer
     assert sorted(sent) == [*zip(ours[-len(theirs) :], theirs, strict=True)]
+
+
+def test_a_whole_push_of_a_stage_without_layers_of_some_group_has_a_block() -> None:
+    """In the stage's own group, rank 1 has no block. NIXL takes no WRITE without one."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
+
+    from layerpush.compat.links import own_blocks
+
+    worker, blocks = prefill_rank(1, 2, 1, 1, "mla", "no layers"), ([1, 2], list(range(10, 30)))
+    assert own_blocks(worker, "D", ReadSpec(0, blocks, blocks)).local_block_ids == ([2], [29])
 
 
 def test_a_rank_alone_sends_all_blocks_of_a_whole_push() -> None:

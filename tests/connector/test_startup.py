@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from layerpush.compat.engine_settings import captured_tokens
@@ -172,3 +174,25 @@ def test_a_taken_side_channel_port_ends_the_start(engine: Build, model: Path, mo
     with pytest.raises(SideChannelError, match=rf"127.0.0.1:{first.port} .*VLLM_NIXL_SIDE_CHANNEL_PORT"):
         second.set_xfer_handshake_metadata_pp_aware({(0, 0): first.worker.get_handshake_metadata()})
     second.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"dtype": "torch.bfloat16"}, "dtype is 'torch.bfloat16' there and 'torch.float32' here"),
+        ({"the model": "/models/other\n"}, "the model is '/models/other\\n' there and "),
+        ({"the KV cache dtype": "fp8"}, "the KV cache dtype is 'fp8' there and 'auto' here"),
+        ({"vLLM": "0.1" + "0" * 1000}, "vLLM is '0.1" + "0" * 197 + "' there and "),
+    ],
+)
+def test_settings_that_differ_are_named(engine: Build, changed: dict[str, str], named: str) -> None:
+    """Before vLLM's own check, which compares only hashes of the settings."""
+    p = engine("kv_producer").worker.connector_worker
+    ours = p.xfer_handshake_metadata
+    theirs = replace(ours, compatibility_hash="other", settings=ours.settings | changed)
+    assert named in p._difference(msgspec.msgpack.encode(theirs))
+    assert p._difference(msgspec.msgpack.encode(ours)) is None
+    assert p._difference(msgspec.msgpack.encode(replace(theirs, settings={}))) is None, "a stock engine lists none"
+    assert p._difference(b"\xc1") is None, "vLLM's handshake has an error of its own"
+    p.enforce_compat_hash = False
+    assert p._difference(msgspec.msgpack.encode(theirs)) is None

@@ -24,6 +24,7 @@ from tests.unit.test_probe import GREETING, HOST, PORTS, READY, answer, endlessl
 
 SILENT = "127.0.0.2"
 AHEAD_S = 1000.0
+REFUSED = {b"other settings": "P and D must have the same settings"}
 
 
 def clock() -> bytes:
@@ -50,7 +51,7 @@ def of_vllm(host: str, port: int, tp_size: int, engine_id: str, dcp: int, pp: in
 @pytest.fixture
 def handshakes() -> Iterator[HandshakeExecutor]:
     patches.install(patches.Process.WORKER)
-    one = HandshakeExecutor(ThreadPoolExecutor(1, "vllm"), lambda tp_size, _: range(tp_size))
+    one = HandshakeExecutor(ThreadPoolExecutor(1, "vllm"), lambda tp_size, _: range(tp_size), REFUSED.get)
     yield one
     one.shutdown(wait=False)
     until(lambda: not one._running and not one._waiting)
@@ -90,6 +91,11 @@ def test_vllms_handshake_gets_each_ranks_answer_and_the_clock(handshakes: Handsh
     assert (engine_id, answers, options) == ("D", [b"rank 0", b"rank 1"], (1, 1, True))
     assert ahead == pytest.approx(AHEAD_S, abs=0.5)
     assert thread == "vllm_0", "NIXL is called by vLLM's one thread"
+
+
+def test_a_refused_answer_fails_the_handshake_with_the_reason(handshakes: HandshakeExecutor) -> None:
+    with listening(answers_each(*REFUSED)) as port, pytest.raises(HandshakeError, match="the same settings"):
+        submit(handshakes, HOST, port).result(20)
 
 
 def test_the_clock_is_right_although_vllms_thread_was_busy() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from layerpush.core.push_mode import LATE_REGISTRATION, SHORT_PROMPT, PushMode
+from layerpush.core.replica import Replica
 from layerpush.prefill.push import Push
 from layerpush.prefill.push_session import PushSession
 from layerpush.telemetry.metrics.catalog import (
@@ -87,6 +88,19 @@ def test_a_layerwise_push_is_counted_with_its_writes_and_times() -> None:
     )
     assert written.post_s == pytest.approx(sum(write.t_posted - write.t_post for write in writes))
     assert transfer_s == delta.observed(TRANSFER).total
+
+
+def test_a_rank_whose_blocks_other_ranks_send_has_exposed_time() -> None:
+    """The engine's metric is that of its slowest rank, so each rank has one."""
+    metered = Metered()
+    metered.world.rank.replica = Replica(1, 2)  # of 6 blocks, the last two
+    delta = metered.run()
+    assert delta.observed(WRITE_BYTES).total == metered.world.layers * 2 * BLOCK_BYTES
+    alone = Metered()
+    alone.world.rank.replica = Replica(2, 3)
+    delta = alone.run()
+    assert (pushes(delta), delta.observed(WRITE_BYTES).count) == ({"layerwise": 1}, 0)
+    assert delta.observed(EXPOSED).count == 1
 
 
 def test_a_late_registration_has_its_own_fallback_label() -> None:

@@ -105,7 +105,7 @@ def payload(name: str, **changes: Any) -> NixlHandshakePayload:
 
 
 TIME = msgspec.msgpack.encode(123.5)
-SIGNED = msgspec.msgpack.encode(signed(payload(NAME)))
+SIGNED = msgspec.msgpack.encode(signed(payload(NAME), {}))
 
 
 GOOD = answer(b"", metadata(NAME), TIME)
