@@ -45,11 +45,10 @@ def new_link(kind: str) -> Link:
 
 @pytest.fixture(scope="package", autouse=True)
 def _loopback() -> Iterator[None]:
-    before = dict(os.environ)
+    before = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
     set_ucx(LOOPBACK)
     yield
-    os.environ.clear()
-    os.environ.update(before)
+    set_ucx(before)
 
 
 @pytest.fixture(scope="package", params=params(KINDS))

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from bench.servers.forkserver import end_with_parent
+
 
 def agent(name: str) -> Any:
     """An agent with some registered memory."""
@@ -45,7 +47,8 @@ def listener(whose: str) -> Callable[..., None]:
 
 
 def serve(ports: Mapping[str, int], answers: Mapping[tuple[int, int], bytes], ready: Connection) -> None:
-    """Answer on the port of each listener. Say so to ``ready``, and stay."""
+    """Answer on the port of each listener. Say so to ``ready``, and stay until the parent ends."""
+    end_with_parent()
     for whose, port in ports.items():
         listens, stop = threading.Event(), threading.Event()
         threading.Thread(target=listener(whose), args=(answers, listens, stop, "127.0.0.1", port), daemon=True).start()

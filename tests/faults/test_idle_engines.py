@@ -29,6 +29,7 @@ def test_an_idle_engine_forgets_a_dead_one(fleet: Fleet, reference: Reference, l
     (successor,) = fleet.spawn(engines.P)
     check_serves(successor, d, reference, seed=801)
     check_forgets(successor, d, log)
+    check_serves(successor, *fleet.spawn(engines.D), reference, seed=802)
 
 
 def check_forgets(survivor: EngineHost, ended: EngineHost, log: LogView) -> None:

@@ -35,6 +35,7 @@ def test_p_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
     check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
     log.check_one(d, handoff.request_id, "(dead|died|gone|ended|lost|restarted|shut)")
     check_idle_soon(d)
+    check_serves(fleet.respawn(p, same_id=True), d, reference, seed=391)
 
 
 def test_p_shuts_down_while_it_computes(fleet: Fleet, reference: Reference, log: LogView) -> None:
