@@ -58,7 +58,8 @@ def test_every_byte_of_the_kv(case: Case, folder: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@pytest.mark.timeout(1800)  # the examples together
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_pair_of_engines_is_right_or_refused(folder: Path, data: st.DataObject) -> None:
     from tests.connector.ranks.rig import run
