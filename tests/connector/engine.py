@@ -256,10 +256,10 @@ class Engine:
         self.scheduler.shutdown()
 
 
-def block_hasher() -> Any:
-    """vLLM's block hasher, for requests that use the prefix cache."""
+def block_hasher(tokens: int = BLOCK_SIZE) -> Any:
+    """vLLM's hasher of blocks of ``tokens`` tokens, for requests that use the prefix cache."""
     init_none_hash(sha256)
-    return get_request_block_hasher(BLOCK_SIZE, sha256)
+    return get_request_block_hasher(tokens, sha256)
 
 
 def pattern(layer: int, token: int, position: int) -> float:

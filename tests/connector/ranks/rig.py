@@ -292,6 +292,7 @@ class Engine:
         config.cache_config.num_gpu_blocks = caches[0].num_blocks
         merged = core.generate_scheduler_kv_cache_config(caches)
         sizes = core.resolve_kv_cache_block_sizes(merged, config)
+        self._hashed_tokens = sizes[1]
         self.scheduler = Scheduler(config, merged, StructuredOutputManager(config), *sizes)
         shuffle(self.scheduler.kv_cache_manager.block_pool, f"{role}-{index}")
         self.ranks = [
@@ -310,7 +311,7 @@ class Engine:
         answer = 1 if self.is_p else 2
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True, extra_args={"kv_transfer_params": params})
         sampling.update_from_generation_config({}, None)
-        hasher = block_hasher() if self.topology.cached else None
+        hasher = block_hasher(self._hashed_tokens) if self.topology.cached else None
         prompt = list(range(3, 3 + tokens))
         self.requests[request_id] = Request(request_id, prompt, sampling, None, block_hasher=hasher)
         self.scheduler.add_request(self.requests[request_id])
