@@ -28,7 +28,7 @@ SERVERS = tuple(
     for name in ("docs_commands", "drain", "metrics_served", "prometheus", "proxy", "spans", "vllm_router")
 )
 """Files whose engines are API servers in processes of their own. The other tests of tests/e2e step their engines."""
-LONGEST_FIRST = ("tests/e2e", "tests/faults", "servers", "tests/connector")
+LONGEST_FIRST = ("tests/e2e", "tests/faults", "servers", "tests/connector", "tests/connector/ranks")
 SLOW = ("tests/connector/", "tests/unit/test_bench_plot.py", "tests/unit/test_packaging.py")
 """A folder and files whose tests are all `slow`. `make test-fast` leaves them out."""
 SLOWEST_FILES = 15
@@ -116,7 +116,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if isinstance(report, pytest.TestReport):
                 for name in place(report.nodeid):
                     seconds[name] += report.duration
-                    starts[name] += report.engine_starts
+                    starts[name] += getattr(report, "engine_starts", 0)  # a worker that has crashed reports none
     terminalreporter.section("slowest files")
     for path, spent in [one for one in seconds.most_common() if "/" in one[0]][:SLOWEST_FILES]:
         terminalreporter.write_line(f"{spent:6.0f} s  {starts[path]:3} engine starts  {path}")

@@ -1,16 +1,18 @@
-"""A process with the side channels of a prefill engine: a stock engine's, and ours."""
+"""A process with a NIXL agent and side channels, as of a prefill engine. It prints its agent's name and stays.
+
+A script. Arguments: the port of vLLM's listener, and that of layerpush's.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
+import uuid
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
-
-from bench.servers.forkserver import end_with_parent
 
 
 def agent(name: str) -> Any:
@@ -46,12 +48,16 @@ def listener(whose: str) -> Callable[..., None]:
     return vllms
 
 
-def serve(ports: Mapping[str, int], answers: Mapping[tuple[int, int], bytes], ready: Connection) -> None:
-    """Answer on the port of each listener. Say so to ``ready``, and stay until the parent ends."""
-    end_with_parent()
-    for whose, port in ports.items():
-        listens, stop = threading.Event(), threading.Event()
-        threading.Thread(target=listener(whose), args=(answers, listens, stop, "127.0.0.1", port), daemon=True).start()
-        listens.wait()
-    ready.send(None)
-    threading.Event().wait()
+def main(stock: int, ours: int) -> None:
+    own = agent(str(uuid.uuid4()))
+    answers = {(0, 0): handshake(own.get_agent_metadata())}
+    for whose, port in (("vllm", stock), ("layerpush", ours)):
+        ready, stop = threading.Event(), threading.Event()
+        threading.Thread(target=listener(whose), args=(answers, ready, stop, "127.0.0.1", port), daemon=True).start()
+        ready.wait()
+    print(own.name, flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -15,14 +16,16 @@ import pytest
 from bench.servers.ports import PortAllocator
 from layerpush.core.liveness import Verdict
 from layerpush.engine.worker.side_channel_probe import probe
-from tests.contract.sidechannel import agent, handshake, listener, serve
+from tests.contract.sidechannel import agent, handshake, listener
 from tests.support.ports import NIXL_PROBE_PORTS
 from tests.support.waiting import until
 
 PORTS = PortAllocator(NIXL_PROBE_PORTS)
 HOST = "127.0.0.1"
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
-Starts = Callable[[bytes], int]
+Serve = Callable[[bytes], int]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,7 @@ def ours() -> tuple[str, bytes]:
 
 
 @pytest.fixture(params=["vllm", "layerpush"])
-def starts(request: pytest.FixtureRequest) -> Iterator[Starts]:
+def serve(request: pytest.FixtureRequest) -> Iterator[Serve]:
     stop, threads = threading.Event(), []
 
     def start(agent_metadata: bytes) -> int:
@@ -60,42 +63,42 @@ def test_an_agents_metadata_has_its_name_in_it(ours: tuple[str, bytes]) -> None:
     assert str(uuid.uuid4()).encode() not in metadata
 
 
-def test_the_side_channel_answers_for_its_own_agents_only(starts: Starts, ours: tuple[str, bytes]) -> None:
+def test_the_side_channel_answers_for_its_own_agents_only(serve: Serve, ours: tuple[str, bytes]) -> None:
     name, metadata = ours
-    port = starts(metadata)
+    port = serve(metadata)
     assert probe(HOST, port, name, 0) is Verdict.ALIVE
     assert probe(HOST, port, str(uuid.uuid4()), 0) is Verdict.ENDED
     assert probe(HOST, port, name, 3, 1) is Verdict.ENDED, "another rank's agent"
     assert probe(HOST, port, name, 0) is Verdict.ALIVE
 
 
-def test_verdicts_about_a_stopped_a_continued_and_a_dead_process(ours: tuple[str, bytes]) -> None:
-    """A fork of this process, which has imported vLLM. It serves the metadata of an agent here."""
-    (name, metadata), ports = ours, {"vllm": PORTS.take(), "layerpush": PORTS.take()}
-    forking = multiprocessing.get_context("fork")
-    here, there = forking.Pipe()
-    process = forking.Process(target=serve, args=(ports, {(0, 0): handshake(metadata)}, there), daemon=True)
-    process.start()
+@pytest.mark.slow
+def test_verdicts_about_a_stopped_a_continued_and_a_dead_process() -> None:
+    ports = {"vllm": PORTS.take(), "layerpush": PORTS.take()}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.contract.sidechannel", *map(str, ports.values())],
+        cwd=ROOT, env={**os.environ, **ENVIRONMENT}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     try:
-        assert process.pid is not None
-        assert here.poll(20)
+        assert process.stdout is not None
+        name = next(line.strip() for line in process.stdout if line.count("-") == 4 and len(line.strip()) == 36)
 
         def verdicts(timeout_s: float = 10.0) -> dict[str, Verdict]:
             return {whose: probe(HOST, port, name, 0, timeout_s=timeout_s) for whose, port in ports.items()}
 
         assert verdicts() == dict.fromkeys(ports, Verdict.ALIVE)
-        os.kill(process.pid, signal.SIGSTOP)
+        process.send_signal(signal.SIGSTOP)
         until(lambda: stopped(process.pid))
         assert verdicts(0.5) == dict.fromkeys(ports, Verdict.UNKNOWN)
-        os.kill(process.pid, signal.SIGCONT)
+        process.send_signal(signal.SIGCONT)
         until(lambda: verdicts() == dict.fromkeys(ports, Verdict.ALIVE))
 
         process.kill()
-        process.join(20)
+        process.wait(20)
         assert verdicts() == dict.fromkeys(ports, Verdict.ENDED)
     finally:
         process.kill()
-        process.join()
+        process.communicate()
 
 
 def stopped(pid: int) -> bool:

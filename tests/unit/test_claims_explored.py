@@ -94,6 +94,7 @@ def walk(name: str) -> tuple[set[Triple], list[ClaimWorld]]:
 explored = cache(walk)
 
 
+@pytest.mark.timeout(300)  # each world takes ten seconds, and more beside other work
 @pytest.mark.parametrize("name", WORLDS)
 def test_every_order_of_events_keeps_the_rules(name: str) -> None:
     _, worlds = explored(name)
