@@ -59,6 +59,7 @@ from tests.support.waiting import until
 
 BLOCKS, CHUNK, MAX_TOKENS = 48, 96, 512
 HEAD_SIZE, LATENT, INDEX, WINDOW = 32, 48, 20, 80
+LAYERPUSH = {"granularity": "layer", "packing": "off"}
 POISON = 0xA5
 """The bytes of a KV cache that nobody has written."""
 ATTENTION_HEADS = 8
@@ -267,7 +268,7 @@ class Engine:
             model(folder, topology.kind, topology.heads),
             role,
             self.engine_id,
-            {"granularity": "layer", "packing": "off", "num_threads": 0} if not side.stock else {"num_threads": 0},
+            {"num_threads": 0} | ({} if side.stock else LAYERPUSH | {"layerwise": side.layerwise}),
             "NixlPushConnector" if side.stock else "LayerwisePushConnector",
             tensor_parallel_size=side.tp,
             pipeline_parallel_size=side.pp,
@@ -488,7 +489,8 @@ def _run(topology: Topology, folder: Path, engines: list[Engine], lines: Lines) 
     step_until(lambda: all(one.over for one in prompts), "the end of all pushes")
     totals = [rank.totals for p in ps for rank in p.ranks if rank.totals is not None]
     fallbacks = sorted({reason for one in totals for reason in one.fallbacks})
-    result = Result("by layer" if totals and not fallbacks else "whole", "; ".join(fallbacks))
+    by_layer = totals and topology.p.layerwise and not fallbacks
+    result = Result("by layer" if by_layer else "whole", "; ".join(fallbacks))
     if any(one.failed for one in prompts):
         result = Result("refused", "\n".join(lines.lines))
     result.sent = [rank.agent.sent for p in ps for rank in p.ranks]

@@ -16,7 +16,8 @@ TABLE = Path(__file__).with_name("table.json")
 
 @dataclass(frozen=True)
 class Side:
-    """P or D. ``dp`` engines, each of ``pp`` stages of ``tp`` ranks. ``stock``: with vLLM's push connector.
+    """P or D. ``dp`` engines, each of ``pp`` stages of ``tp`` ranks. ``stock``: with vLLM's push connector. Without
+    ``layerwise``, P pushes whole requests.
 
     ``layout`` names the axes of the KV cache from the outermost: layers, blocks, heads, tokens, content.
     """
@@ -28,6 +29,7 @@ class Side:
     layout: str = "LBHNC"
     dtype: str = "float32"
     stock: bool = False
+    layerwise: bool = True
 
 
 @dataclass(frozen=True)
