@@ -384,7 +384,9 @@ def test_a_decode_engine_that_dies_before_the_first_token_is_replaced(servers: R
     text = words(LONG, seed=80)
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(servers.client.completions.create, prompt=text, **GREEDY)
-        victim = until(servers.working_decode, "a D has it")
+        until(servers.working_decode, "a D has it")
+        victim = servers.working_decode()
+        assert victim is not None
         victim.signal(signal.SIGKILL)
         answer = asking.result(DEADLINE_S)
     assert health(servers.url)["retries"] == retries + 1
