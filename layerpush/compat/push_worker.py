@@ -147,7 +147,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         return ranks
 
     def _difference(self, answer: bytes) -> str | None:
-        """The settings of the engine that gave this answer which forbid a handshake, in one sentence; or None."""
+        """The settings in which the engine that answered so differs, in one sentence; None if it may connect."""
         return difference(self.xfer_handshake_metadata, answer) if self.enforce_compat_hash else None
 
     def add_remote_agent(self, nixl_agent_meta: Any, *args: Any, **kwargs: Any) -> str:
