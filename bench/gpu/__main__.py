@@ -22,7 +22,7 @@ from bench.servers.interrupts import Interrupted, Interrupts
 
 ALL = "all"
 RECORD = "gpu-bench.json"
-MODEL = Path(tempfile.gettempdir()) / "layerpush-llama-8b"
+MODEL = Path(tempfile.gettempdir()) / "layerpush-llama-3b"
 LIKE_H200_MIB = 143_771
 """The GPU's memory for ``--dry-run``."""
 FAILED, BROKEN = 1, 2
@@ -48,9 +48,7 @@ def main(
     minutes: Annotated[float, typer.Option(min=0.1, help="Time limit of each part, in minutes.")] = 8.0,
     model: Annotated[
         Path,
-        typer.Option(
-            metavar="DIR", file_okay=False, help="Folder of serve's model: 16 GB; to build it, 16 GiB of RAM."
-        ),
+        typer.Option(metavar="DIR", file_okay=False, help="Folder of serve's model: 7 GB; to build it, 7 GiB of RAM."),
     ] = MODEL,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and run nothing.")] = False,
 ) -> None:

@@ -11,7 +11,7 @@ from bench.forward.links import CUDA_IPC_TRANSPORTS
 
 PARTS = {
     "kernels": "gather and scatter: their tests on the GPU, then GB/s beside a plain copy",
-    "serve": "vLLM engines on the GPU with a random model of Llama-3.1-8B's geometry: first token, by prompt length",
+    "serve": "vLLM engines on the GPU with a random model of Llama-3.2-3B's geometry: first token, by prompt length",
     "forward": "two processes on the GPU over CUDA IPC: the cost of pushes for a forward pass, and the exposed time",
 }
 """The most valuable part is first: a user with a GPU for a short time gets its figures."""
@@ -55,7 +55,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Room:
-    """Room for engines: memory of the GPU, and a folder for a model of 16 GB."""
+    """Room for engines: memory of the GPU, and a folder for a model of 7 GB."""
 
     gpu_mib: int
     model: Path
@@ -71,34 +71,38 @@ class Engines:
     kv_bytes: int
 
 
-MODEL_BYTES = 15_400 * MIB
-OVERHEAD_BYTES = 4_000 * MIB
+MODEL_BYTES = 6_890 * MIB
+OVERHEAD_BYTES = 3_000 * MIB
 """Memory of an engine beside weights and KV: CUDA's context, activations of a step, fragmentation."""
-KV_BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2
-"""K and V of 32 layers, 8 heads of 128 in bf16."""
+KV_BYTES_PER_TOKEN = 2 * 28 * 8 * 128 * 2
+"""K and V of 28 layers, 8 heads of 128 in bf16."""
 PROMPTS_IN_CACHE = 1.25
 """Room for the next prompt before the blocks of the last one are free."""
 USABLE = 0.94
 """Share of the GPU's memory that engines may use."""
-LONG = 65536
-LENGTHS = (8192, 16384, 32768, 65536, 98304)
+LONG = 32768
+LENGTHS = (4096, 8192, 16384, 32768, 65536)
 ANSWER_ROOM = 1024
 STEP_TOKENS = 8192
+BY_LAYER = ("auto", "token")
+LINEUPS = (("pull,push,request,auto", 8), ("push,request,auto", 6), ("request,auto", 4))
+"""Modes side by side, and their engines: the aggregated one, P of each mode, D of each stock mode, layerpush's D."""
 
 
 def engines_for(gpu_mib: int) -> list[Engines]:
-    """The runs of engines: both modes side by side if prompts of 64k fit that way, else each mode alone.
+    """The runs of engines: the first of ``LINEUPS`` with room for prompts of 32k tokens, else layerpush's modes alone.
 
     Side by side their answers are compared. Alone, those of ``token`` are compared with the aggregated engine's. Each
     run also has the aggregated engine and layerpush's D. Raises ``TooSmallError``.
     """
-    together = _engines("request,auto", 4, gpu_mib)
-    if together and together.lengths[-1] >= LONG:
-        return [together]
+    for modes, count in LINEUPS:
+        together = _engines(modes, count, gpu_mib)
+        if together and together.lengths[-1] >= LONG:
+            return [together]
     alone = [engines for mode in ("token", "request") if (engines := _engines(mode, 3, gpu_mib)) is not None]
     if not alone:
         needed = 3 * (MODEL_BYTES + OVERHEAD_BYTES) // MIB + 3000
-        raise TooSmallError(f"serve: three engines with 8B parameters take some {needed} MiB, the GPU has {gpu_mib}")
+        raise TooSmallError(f"serve: three engines with 3B parameters take some {needed} MiB, the GPU has {gpu_mib}")
     return alone
 
 
@@ -143,7 +147,7 @@ def _serve(out: Path, room: Room) -> list[Step]:
         result, logs = out / f"{name}.json", out / f"{name}-logs"
         steps.append(Step(name, _measure(engines, room.model, result, logs), share=0.8 / len(runs)))
         traces = logs / f"loopback-b{STEP_TOKENS}" / "trace"
-        by_layer = [str(traces / mode) for mode in engines.modes.split(",") if mode != "request"]
+        by_layer = [str(traces / mode) for mode in engines.modes.split(",") if mode in BY_LAYER]
         if by_layer:
             steps.append(Step(f"{name}-hooks", ("-m", "bench.gpu.hooks", *by_layer)))
     return steps

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from bench.gpu import __main__ as command
 from bench.gpu import host, model
 from bench.gpu.hooks import problems
-from bench.gpu.model import LLAMA_8B
+from bench.gpu.model import LLAMA_3B
 from bench.gpu.parts import (
     KV_BYTES_PER_TOKEN,
     MIB,
@@ -45,7 +45,7 @@ from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/gpu-bench"
-H200, H100, L4 = 143_771, 81_559, 23_034
+H200, H100, L40, L4 = 143_771, 81_559, 46_068, 23_034
 SECONDS = 60
 
 
@@ -67,7 +67,7 @@ def test_every_part_lists_its_modules_and_writes_its_result_into_the_folder() ->
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("gpu_mib", [H200, H100])
+@pytest.mark.parametrize("gpu_mib", [H200, L40])
 def test_every_command_is_valid(tmp_path: Path, part: str, gpu_mib: int) -> None:
     """The folders of the traces exist."""
     for run in ("serve", "serve-token", "serve-request"):
@@ -76,19 +76,21 @@ def test_every_command_is_valid(tmp_path: Path, part: str, gpu_mib: int) -> None
         check(Command(("python", *step.arguments), ()))
 
 
-def test_a_large_gpu_runs_both_modes_side_by_side_with_prompts_of_64k() -> None:
-    (one,) = engines_for(H200)
-    assert one.modes == "request,auto"
-    assert one.lengths[0] == 8192
-    assert one.lengths[-1] >= 65536
+def test_a_large_gpu_runs_all_modes_side_by_side_and_a_smaller_one_fewer() -> None:
+    every = [engines_for(gpu_mib) for gpu_mib in (H200, H100, L40)]
+    assert [[one.modes for one in runs] for runs in every] == [
+        ["pull,push,request,auto"],
+        ["request,auto"],
+        ["token", "request"],
+    ]
+    assert all(one.lengths[-1] >= 32768 for runs in every[:2] for one in runs)
 
 
-def test_a_smaller_gpu_runs_the_modes_one_after_the_other() -> None:
-    assert [one.modes for one in engines_for(H100)] == ["token", "request"]
-    names = [step.name for step in steps("serve", H100)]
+def test_modes_that_do_not_fit_side_by_side_run_one_after_the_other() -> None:
+    names = [step.name for step in steps("serve", L40)]
     token = ["serve-token", "serve-token-hooks"]
     assert names == ["model", *token, "serve-request"]
-    assert sum(step.share for step in steps("serve", H100) if step.arguments[1].startswith("bench.serve")) <= 0.81
+    assert sum(step.share for step in steps("serve", L40) if step.arguments[1].startswith("bench.serve")) <= 0.81
 
 
 def options_of(step: Step) -> list[str]:
@@ -134,7 +136,7 @@ def test_layers_without_a_hook_call_are_reported(
     assert problems([push_of(chunks, swept, mode)]) == said
 
 
-@pytest.mark.parametrize("gpu_mib", [H200, H100])
+@pytest.mark.parametrize("gpu_mib", [H200, H100, L40])
 def test_engines_and_their_longest_prompts_fit(gpu_mib: int) -> None:
     for one in engines_for(gpu_mib):
         assert one.count * (one.kv_bytes + MODEL_BYTES) < gpu_mib * MIB
@@ -147,8 +149,8 @@ def test_a_gpu_that_is_too_small_is_refused() -> None:
 
 
 def test_the_constants_match_the_model() -> None:
-    assert LLAMA_8B.kv_bytes_per_token == KV_BYTES_PER_TOKEN
-    weights = sum(2 * torch.Size(size).numel() for _, size, _ in LLAMA_8B.tensors())
+    assert LLAMA_3B.kv_bytes_per_token == KV_BYTES_PER_TOKEN
+    weights = sum(2 * torch.Size(size).numel() for _, size, _ in LLAMA_3B.tensors())
     assert 0.99 * MODEL_BYTES < weights <= MODEL_BYTES
 
 
@@ -450,8 +452,8 @@ def test_vllm_finds_the_plugin_even_if_layerpush_is_not_installed(tmp_path: Path
 
 
 def test_the_model_has_a_tokenizer_and_bf16_weights(tmp_path: Path) -> None:
-    small = replace(LLAMA_8B, layers=1, hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=48, vocabulary=64)
-    with mock.patch.object(model, "LLAMA_8B", small):
+    small = replace(LLAMA_3B, layers=1, hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=48, vocabulary=64)
+    with mock.patch.object(model, "LLAMA_3B", small):
         for _ in range(2):  # the second one finds the model
             done = CliRunner().invoke(model.app, ["--out", str(tmp_path / "model")])
             assert done.exit_code == 0, done.output
