@@ -154,7 +154,10 @@ def _serve(out: Path, room: Room) -> list[Step]:
 
 
 def _measure(engines: Engines, model: Path, result: Path, logs: Path) -> tuple[str, ...]:
-    """The KV cache has a fixed size, because engines that start side by side cannot measure free memory."""
+    """The KV cache has a fixed size, because engines that start side by side cannot measure free memory.
+
+    The answers are greedy: they need no FlashInfer, which an environment may lack.
+    """
     arguments = (
         "--dtype bfloat16",
         f"--kv-cache-memory-bytes {engines.kv_bytes}",
@@ -166,6 +169,7 @@ def _measure(engines: Engines, model: Path, result: Path, logs: Path) -> tuple[s
         *("--lengths", ",".join(map(str, engines.lengths)), "--rounds", "3", "--requests", "2"),
         *("--max-num-batched-tokens", str(STEP_TOKENS), "--engine-args", " ".join(arguments)),
         *("--engine-env", f"UCX_TLS={CUDA_IPC_TRANSPORTS}", "--engine-env", "LAYERPUSH_CALM=0"),
+        *("--engine-env", "VLLM_USE_FLASHINFER_SAMPLER=0"),
         *("--out", str(result), "--keep-logs", str(logs)),
     )
 

@@ -183,11 +183,13 @@ def test_the_copy_runs_on_the_given_stream() -> None:
     side = torch.cuda.Stream()
     cache = torch.arange(8 * 64, device="cuda").to(torch.uint8).view(8, 64)
     ids, out = torch.tensor([5, 2], device="cuda"), torch.full((2, 64), 0xFF, dtype=torch.uint8, device="cuda")
+    poison = torch.full_like(out, 0xFF)
     gather_blocks(cache, ids, torch.empty_like(out))  # compiles
-    torch.cuda.synchronize()
+    assert torch.equal(out, poison)  # loads the kernels of the comparison: CUDA loads them when all streams are idle
     with torch.cuda.stream(side):
         torch.cuda._sleep(2_000_000_000)
     gather_blocks(cache, ids, out, stream=side)
-    assert bool((out == 0xFF).all()), "the kernel did not wait for earlier work of the side stream"
+    assert torch.equal(out, poison), "the kernel did not wait for earlier work of the side stream"
+    assert not side.query(), "the side stream ended before the comparison"
     side.synchronize()
     assert torch.equal(out, cache[ids])
