@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import cloudcoil.models.prometheus_operator.v1 as prometheus_operator
 import kubernetes_validate
 import pytest
 import yaml
@@ -121,6 +120,8 @@ def check_schema(document: dict[str, Any]) -> None:
     if not document["apiVersion"].startswith("monitoring.coreos.com/"):
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
         return
+    import cloudcoil.models.prometheus_operator.v1 as prometheus_operator  # it takes four seconds
+
     resource = getattr(prometheus_operator, document["kind"]).model_validate(document)
     if resource.model_dump(mode="json", by_alias=True, exclude_none=True) != document:
         raise ValueError(f"{document['kind']} has an unknown field")
