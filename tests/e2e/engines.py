@@ -94,12 +94,6 @@ R = EngineSpec("R", "R", None)
 D_LAYER = EngineSpec("D-layer", "D", transfer(LAYERWISE))
 D_FABRIC = EngineSpec("D-fabric", "D", transfer(LAYERWISE, backends=["LIBFABRIC"]))
 # Room for 1,024 tokens: three prompts of 300, but not with answers of 60.
-D_TIGHT = EngineSpec(
-    "D-tight",
-    "D",
-    transfer(LAYERWISE),
-    (("max_model_len", 512), ("num_gpu_blocks_override", 33)),
-)
 D_CACHING = EngineSpec("D-caching", "D", transfer(LAYERWISE), PREFIX_CACHING)
 D_NO_GROUPS = EngineSpec("D-no-groups", "D", transfer(LAYERWISE), NO_GROUPS)
 D_STOCK = EngineSpec("D-stock", "D", transfer(STOCK))

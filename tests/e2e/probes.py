@@ -71,13 +71,6 @@ def preemptions(host: HostedEngine, request_id: str) -> int:
     return int(host.scheduler.requests[host.internal_id(request_id)].num_preemptions)
 
 
-def has_preempted(host: HostedEngine) -> bool:
-    """Whether a live request has lost its blocks in the middle of its answer."""
-    return any(
-        request.num_preemptions and request.num_output_tokens > 1 for request in host.scheduler.requests.values()
-    )
-
-
 def await_tokens(host: HostedEngine, seconds: float) -> None:
     """From now on a complete load waits so long for P's token: a busy machine may send the token late."""
     from layerpush.decode import load_session

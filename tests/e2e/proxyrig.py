@@ -37,7 +37,6 @@ PROXY = "layerpush"
 DEADLINE_S = 60.0
 START_TIMEOUT_S = 300.0
 WORDS = "--no-skip-tokenizer-init"
-DETAILS = "--enable-prompt-tokens-details"
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 """A tokenizer looks for these first, so none of them is part of a word."""
 HALVES = (7, 8)
@@ -192,7 +191,7 @@ def rig(scratch: Path) -> Iterator[Rig]:
 
         others = groups.enter_context(EngineGroup(scratch, interrupts, ports))
         decodes = [
-            others.start(server_spec(f"decode-{index}", "decode", model, WORDS, DETAILS, extra={"first_token": origin}))
+            others.start(server_spec(f"decode-{index}", "decode", model, WORDS, extra={"first_token": origin}))
             for index, origin in enumerate(("decode", "prefill"))
         ]
         prefill = start_prefill("prefill-first")

@@ -26,9 +26,6 @@ from tests.e2e.results import Finished
 from tests.e2e.test_metrics import scrape, wait_for
 
 LENGTHS = (1, 33, 257)
-ANSWER = 60
-
-
 PATIENCE_S = 2.0
 
 
@@ -76,20 +73,6 @@ def test_a_stock_p_sends_no_first_token(fleet: Fleet, reference: Reference) -> N
     for order in ("early", "late"):
         check(send(p, d, prompt(300, seed=112), order).outcome(), reference)
     check_origins(d, before, not_promised=2)
-
-
-def test_preempted_after_p_s_token(fleet: Fleet, reference: Reference) -> None:
-    """D runs out of blocks while it answers. It computes some answers again, and P's tokens in them."""
-    p, d = introduced(fleet, engines.P_AUTO, engines.D_TIGHT)
-    before = origins(d)
-    handoffs = [Handoff(new_id(), prompt(300 + number, seed=113), p, d, ANSWER) for number in range(3)]
-    for handoff in handoffs:
-        p.add(handoff.to_p())
-        d.add(handoff.to_d())
-    d.poll_until(probes.has_preempted)
-    for handoff in handoffs:
-        check_tokens(handoff.outcome(), reference)
-    check_origins(d, before, prefill=3)
 
 
 STOP, OTHER = 77, 78
