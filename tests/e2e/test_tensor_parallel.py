@@ -32,7 +32,11 @@ D_TWO = EngineSpec("D-tp2", "D", transfer(LAYERWISE), TWO_RANKS)
 
 @pytest.mark.parametrize(
     ("p_spec", "d_spec"),
-    [(P_TWO, engines.D_LAYER), (engines.P_LAYER, D_TWO), (P_TWO, D_TWO)],
+    [
+        (P_TWO, engines.D_LAYER),
+        (engines.P_LAYER, D_TWO),
+        pytest.param(P_TWO, D_TWO, marks=pytest.mark.exhaustive),
+    ],
     ids=["2-to-1", "1-to-2", "2-to-2"],
 )
 def test_unequal_ranks(fleet: Fleet, reference: Reference, p_spec: EngineSpec, d_spec: EngineSpec) -> None:

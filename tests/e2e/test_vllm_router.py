@@ -52,8 +52,8 @@ ROUTER = ROOT / "build" / "vllm-router" / "bin" / "vllm-router"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
 TOKENS = 1500
 END = SPECIAL_TOKENS.index("</s>")
-REGISTRATION_TIMEOUT_S = 20
-"""D's `push_registration_timeout`: the longest wait for a push that never begins, and for P on a busy machine."""
+UNKNOWN_S = 8
+"""P's `unknown_request_timeout_s`: the longest wait for a request that P has refused, and for one on a busy machine."""
 patient = pytest.mark.timeout(600)
 
 
@@ -177,18 +177,15 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     model = model_with_tokenizer(scratch / "model")
     ports = PortAllocator(ROUTER_PORTS)
     places = [(ports.take(), ports.take()) for _ in range(2)]
-    tracing: dict[str, object] = {"trace_dir": str(scratch / "trace")}
-    hasty: dict[str, object] = {"push_registration_timeout": REGISTRATION_TIMEOUT_S}
+    extra: dict[str, object] = {"trace_dir": str(scratch / "trace"), "unknown_request_timeout_s": UNKNOWN_S}
     with Interrupts() as interrupts, contextlib.ExitStack() as groups:
 
         def start_prefill(number: int, engine_id: str) -> Engine:
             group = groups.enter_context(EngineGroup(scratch, interrupts, ReservedPorts(places[number])))
-            return group.start(server_spec(engine_id, "prefill", model, WORDS, extra=tracing))
+            return group.start(server_spec(engine_id, "prefill", model, WORDS, extra=extra))
 
         others = groups.enter_context(EngineGroup(scratch, interrupts, ports))
-        decodes = [
-            others.start(server_spec(f"decode-{number}", "decode", model, WORDS, extra=hasty)) for number in range(2)
-        ]
+        decodes = [others.start(server_spec(f"decode-{number}", "decode", model, WORDS)) for number in range(2)]
         prefills = [start_prefill(number, f"prefill-{number}") for number in range(2)]
         others.wait_ready(decodes)
         for engine in prefills:
@@ -248,7 +245,7 @@ def test_an_answer_that_ends_at_once(stack: Stack) -> None:
 
 @patient
 def test_a_prefill_engine_refuses(stack: Stack) -> None:
-    """P refuses while D waits for the push. Once D has given up, the client gets P's error, 503 as 500. D works on."""
+    """P refuses at its door, and then D's registration. Now the client gets P's error, 503 as 500. D works on."""
     p, d = stack.prefills[0], stack.decodes[0]
 
     def status(client: openai.OpenAI, refusal: int) -> int:
@@ -261,7 +258,6 @@ def test_a_prefill_engine_refuses(stack: Stack) -> None:
         engines = {"10.0.0.1": at_p, "10.0.0.2": d.url}
         with router(stack.scratch, stack.ports, "docs/routers.md", engines) as url:
             client = client_of(url)
-            assert REGISTRATION_TIMEOUT_S < DEADLINE_S / 2  # the client's deadline
             first, then = words(100, seed=300), words(100, seed=301)
             assert ask(client, first).text == stack.right(first)  # now the router knows P
             known = metric(d.url, "vllm:layerpush_loads_total")

@@ -131,7 +131,7 @@ def test_write_does_not_end(
     check_serves(p, d, reference, seed=373)
 
 
-@pytest.mark.parametrize("order", ["early", "late"])
+@pytest.mark.parametrize("order", [engines.for_test_all("early"), "late"])
 def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, log: LogView, order: Order) -> None:
     """P keeps the blocks until the last WRITE has ended, even beyond the lease."""
     p, d = fleet.get(engines.P_SHORT_LEASE, engines.D)
@@ -151,7 +151,7 @@ def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, lo
         log.check_none(host, handoff.request_id)
 
 
-@pytest.mark.parametrize("kind", ["completion", engines.for_test_all("fail"), "cancelled", "accepted"])
+@pytest.mark.parametrize("kind", ["completion", "cancelled", *map(engines.for_test_all, ("fail", "accepted"))])
 def test_message_of_p_is_lost(fleet: Fleet, reference: Reference, log: LogView, kind: str) -> None:
     """Any single message of P may be lost: D asks again, or D's deadline ends the load."""
     p, d = fleet.get(engines.P, engines.D_HASTY)
@@ -172,7 +172,7 @@ def test_message_of_p_is_lost(fleet: Fleet, reference: Reference, log: LogView, 
     check_serves(p, d, reference, seed=376)
 
 
-@pytest.mark.parametrize("kind", ["cancel", "ping"])
+@pytest.mark.parametrize("kind", ["cancel", engines.for_test_all("ping")])
 def test_message_of_d_is_lost(fleet: Fleet, reference: Reference, log: LogView, kind: str) -> None:
     """D repeats a Cancel until P answers. One lost Ping does not count as silence."""
     p, d = fleet.get(engines.P, engines.D)
