@@ -11,6 +11,8 @@ SIZES = tuple(kib << 10 for kib in (4, 16, 64, 256))
 COUNTS = (64, 1024, 8192)
 IDS = "random"
 OURS = "layerpush"
+ROUNDED = 1000
+"""From this rate on, in GB/s, a table shows no fraction."""
 DIRECTIONS = {"gather": "index_select", "scatter": "index_copy_"}
 """Each direction with torch's operator for it."""
 
@@ -39,7 +41,8 @@ def _rates(cells: list[Cell]) -> str:
 
 
 def _rate(way: Mapping[str, Any]) -> tuple[str, str]:
-    return f"{way['gb_s']['p50']:.3g}", f"{way['of_copy']['ratio']:.0%}"
+    rate = way["gb_s"]["p50"]
+    return f"{rate:.3g}" if rate < ROUNDED else f"{rate:.0f}", f"{way['of_copy']['ratio']:.0%}"
 
 
 def _about(result: Result) -> str:

@@ -57,6 +57,28 @@ class Products:
         return min(tries[1:])
 
 
+class Mark:
+    """A place in the work of the device. A device that computes before its calls return is there at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = _recorded() if device.type == "cuda" else None
+        self._at = time.perf_counter()
+
+    def reached(self) -> float:
+        """The clock's time when the device came here. Waits for its work."""
+        if self._event is None:
+            return self._at
+        now = _recorded()
+        now.synchronize()
+        return time.perf_counter() - float(self._event.elapsed_time(now)) / 1e3
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class Prompts:
     """Writes the KV of all requests of a case into P's cache, step by step."""
 

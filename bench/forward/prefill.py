@@ -19,7 +19,7 @@ import numpy as np
 
 from bench.forward.cases import Case
 from bench.forward.cells import OFF, Cell, Series
-from bench.forward.compute import Products, Prompts
+from bench.forward.compute import Mark, Products, Prompts
 from bench.forward.cores import bind_this_thread, queued_s, this_thread_on
 from bench.forward.draws import Draw
 from bench.forward.end import GONE, End, digest_of, settle
@@ -154,7 +154,7 @@ class PrefillEnd:
         self._store_cached(lane, case, prompts)
         queued_before = queued_s()
         used, start = time.thread_time(), time.perf_counter()
-        ready, third = self._forward(lane, names, case, draws, prompts, series)
+        computed, third = self._forward(lane, names, case, draws, prompts, series)
         series.forward_s.append(time.perf_counter() - start)
         series.forward_cpu_s.append(time.thread_time() - used)
         queued_after = queued_s()
@@ -166,7 +166,7 @@ class PrefillEnd:
             series.writer_s.append(self._pusher.cpu_s - cpu_s)
             if writer_queued is not None:
                 series.writer_queued_s.append((self._pusher.queued_s() or 0.0) - writer_queued)
-            self._account(lane, series, start, ready, third)
+            self._account(lane, series, start, computed, third)
             raise_if_wrong(self._ask(Check(self._turn, names)), f"{way}, {case}")
 
     def _store_cached(self, lane: Lane, case: Case, prompts: Prompts) -> None:
@@ -186,14 +186,16 @@ class PrefillEnd:
         series: Series,
     ) -> tuple[float, float]:
         """As an engine's main thread: arm, compute layer by layer with a hook in each, sweep; then finish. An engine
-        that pushes whole requests plans nothing. Returns the times of the last hook and of the third one.
+        that pushes whole requests plans nothing. Returns when the device had computed the last layer's KV, and the
+        time of the third hook.
         """
         events, products, turn = lane.step_events, self._products, self._turn
         layers = [layer.name for layer in lane.layout.layers]
         planned = names if lane.streams else ()
         progress = [PromptProgress(name, (BLOCK_TOKENS,)) for name in planned]
         tables = [[draw.sources] for draw in draws]
-        clock, ready, done = time.perf_counter, 0.0, case.cached_blocks * BLOCK_TOKENS
+        clock, done = time.perf_counter, case.cached_blocks * BLOCK_TOKENS
+        last = Mark(self._end.device)
         hooked: list[float] = []
         for scheduled in case.steps:
             chunks = []
@@ -210,23 +212,20 @@ class PrefillEnd:
                 products.attention()
                 before = clock()
                 events.layer_saved(layer)
-                ready = clock()
-                series.hooks_us.append(1e6 * (ready - before))
+                series.hooks_us.append(1e6 * (clock() - before))
                 hooked.append(before)
+                last = Mark(self._end.device)
                 products.mlp()
             settle(self._end.device)
             events.sweep()
         for name, draw in zip(names, draws, strict=bool(names)):
             events.finish(name, (list(draw.sources),))
-        return ready, hooked[min(2, len(hooked) - 1)]
+        return last.reached(), hooked[min(2, len(hooked) - 1)]
 
-    def _account(self, lane: Lane, series: Series, start: float, hooked: float, third: float) -> None:
-        """Add a push to ``series``. ``hooked`` and ``third``: times of the last and the third hook.
-
-        A device may compute the last layer after its hook.
-        """
+    def _account(self, lane: Lane, series: Series, start: float, computed: float, third: float) -> None:
+        """Add a push to ``series``. ``computed``: when the last layer was; ``third``: the time of the third hook."""
         meter = lane.meter
-        ready = max(push.t_last_ready or hooked for push in meter.pushes)
+        ready = max(push.t_last_ready or computed for push in meter.pushes)
         landed = [write.t_landed for write in meter.records if write.t_landed is not None]
         series.end_s.append(max(landed) - start)
         series.exposed_s.append(max(landed) - ready)

