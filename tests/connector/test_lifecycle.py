@@ -11,7 +11,6 @@ import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from bench import calm
-from layerpush.core.step_plan import StepPlan
 from layerpush.prefill.push_protocol import State
 from layerpush.transport import cuda
 from layerpush.transport.base import TransportError
@@ -113,36 +112,6 @@ def test_p_reports_a_push_as_sent_only_after_the_request_has_finished(engine: Bu
     ends_well(p, d)
 
 
-def test_registered_in_the_middle_of_prefill(engine: Build) -> None:
-    p, d = engine("kv_producer"), engine("kv_consumer")
-    p.prefill("r-1", TOKENS)
-    run(p, 2)
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    blocks = d.blocks("r-1")
-    until(lambda: p.totals.writes)
-    assert p.finished == []
-    run(p, 2)
-    ends_well(p, d)
-    assert holds_prompt(d, blocks, TOKENS)
-    assert p.totals.fallbacks == {}
-
-
-def test_registered_after_prefill_goes_whole(engine: Build) -> None:
-    p, d = engine("kv_producer"), engine("kv_consumer")
-    p.prefill("r-1", TOKENS)
-    run(p, STEPS)
-    assert p.finished == ["r-1"]
-    assert p.free_blocks < p.config.cache_config.num_gpu_blocks - 1, "P must hold the blocks for D"
-    step_until(p, done=p.pushes.waiting)  # P's writer knows the request
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    blocks = d.blocks("r-1")
-    ends_well(p, d)
-    assert holds_prompt(d, blocks, TOKENS)
-    assert p.totals.fallbacks == {"no decode engine had registered when prefill finished": 1}
-
-
 @pytest.mark.parametrize("hooks", [[], NAMES[1:2]], ids=["no hook", "one hook"])
 def test_layers_that_no_hook_reported_are_swept(engine: Build, hooks: list[str]) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
@@ -154,30 +123,6 @@ def test_layers_that_no_hook_reported_are_swept(engine: Build, hooks: list[str])
     assert holds_prompt(d, blocks, TOKENS)
     counters = p.totals
     assert (counters.hooked_layers, counters.swept_layers) == (STEPS * len(hooks), STEPS * (LAYERS - len(hooks)))
-
-
-@pytest.mark.parametrize(
-    ("extra", "layout", "fallback"),
-    [
-        ({"layerwise": False}, "LBHNC", None),
-        ({"layerwise_min_tokens": TOKENS + 1}, "LBHNC", "the prompt is shorter than layerwise_min_tokens"),
-        ({}, "BHLNC", "told apart by layer"),
-    ],
-    ids=["layerwise off", "a short prompt", "rows of all layers"],
-)
-def test_whole_requests(engine: Build, extra: dict[str, object], layout: str, fallback: str | None) -> None:
-    p, d = engine("kv_producer", extra, layout=layout), engine("kv_consumer", layout=layout)
-    blocks = asks_first(p, d)
-    p.prefill("r-1", TOKENS)
-    outputs = [p.step() for _ in range(STEPS)]
-    if layout == "LBHNC":
-        assert all(output.kv_connector_metadata.step_plan == StepPlan() for output in outputs)
-    assert p.totals.writes == 0
-    ends_well(p, d)
-    assert holds_prompt(d, blocks, TOKENS)
-    assert p.totals.writes == 1
-    assert (fallback or "") in " ".join(p.totals.fallbacks)
-    assert bool(fallback) == bool(p.totals.fallbacks)
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC"])
@@ -212,23 +157,6 @@ def gives_everything_back(engine: Engine) -> bool:
     return engine.free_blocks == engine.config.cache_config.num_gpu_blocks - 1
 
 
-def test_an_abort_on_p_in_mid_prefill_fails_the_load_at_once(engine: Build) -> None:
-    p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
-    asks_first(p, d)
-    p.prefill("r-1", TOKENS)
-    run(p, 2)
-    until(lambda: p.totals.writes)
-    p.abort("r-1")
-    step_until(p, done=lambda: len(p.pushes) == 0)
-
-    assert gives_everything_back(p)
-    assert p.totals.outcomes == {"cancelled": 1}
-    step_until(d, done=lambda: d.failed)
-    assert gives_everything_back(d)
-    assert (d.received, d.failed, d.finished) == ([], ["r-1"], ["r-1"])
-    assert p.sent == []
-
-
 def test_an_abort_on_p_before_prefill_fails_the_load_at_once(engine: Build) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
     asks_first(p, d)
@@ -251,24 +179,6 @@ def test_p_knows_its_queued_requests_and_refuses_unknown_ones(engine: Build) -> 
     step_until(p, d, done=lambda: d.failed)
     assert d.failed == ["r-9"]
     assert p.worker.connector_worker.claims._claims.get((d.engine_id, "r-1")).waits
-
-
-def test_an_abort_on_d_ends_the_push_and_not_the_lease(engine: Build) -> None:
-    """P gets its blocks back after prefill. D gets its own once P reports that it writes no more."""
-    p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
-    asks_first(p, d)
-    p.prefill("r-1", TOKENS)
-    run(p, 2)
-    until(lambda: p.totals.writes)
-    d.abort("r-1")
-    assert not gives_everything_back(d), "P may write to them"
-    step_until(d, done=lambda: gives_everything_back(d))
-    written = p.totals.writes
-    step_until(p, d, done=lambda: "r-1" in p.sent)
-    assert gives_everything_back(p)
-    assert p.totals.writes == written
-    assert p.totals.outcomes == {"cancelled": 1}
-    assert d.received == []
 
 
 def test_an_abort_on_d_before_prefill_leaves_nothing_behind(engine: Build) -> None:
@@ -311,14 +221,6 @@ def test_d_knows_the_address_from_a_heartbeats_handshake(engine: Build) -> None:
     assert peers[p.engine_id].handshake is not None
     worker.task(partial(worker.disconnect, p.engine_id))
     until(lambda: peers[p.engine_id].handshake is None)
-
-
-def test_a_prefill_engine_that_does_not_listen_fails_the_load(engine: Build) -> None:
-    p, d = engine("kv_producer"), engine("kv_consumer")
-    p.port += 1
-    d.decode_from(p, "r-1", TOKENS)
-    step_until(d, done=lambda: d.failed)
-    assert gives_everything_back(d)
 
 
 def test_silent_hosts_do_not_delay_a_new_decode_engine(engine: Build) -> None:
@@ -367,21 +269,6 @@ def test_two_prompts_with_one_base_id_get_their_own_kv(engine: Build, extra: dic
     step_until(p, d, done=lambda: len(d.received) == 2 and len(p.sent) == 2)
     for tokens in ids:
         assert holds_prompt(d, blocks[tokens], tokens)
-
-
-def test_a_preempted_request_is_pushed_again_from_the_start(engine: Build) -> None:
-    p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
-    blocks = asks_first(p, d)
-    p.prefill("r-1", TOKENS)
-    run(p, 2)
-    assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
-    for cache in p.caches.values():
-        cache.fill_(-2.0)  # other requests have the blocks meanwhile
-    outputs = [p.step() for _ in range(STEPS)]
-    chunks = [chunk for output in outputs for chunk in output.kv_connector_metadata.step_plan.chunks]
-    assert [(chunk.epoch, chunk.start) for chunk in chunks] == [(1, 0), (1, 64), (1, 128), (1, 192)]
-    ends_well(p, d)
-    assert holds_prompt(d, blocks, TOKENS)
 
 
 def load_from_elsewhere(engine: Engine, tokens: int) -> None:

@@ -38,7 +38,6 @@ P_STORE = EngineSpec(
     wrapped_in_multi(LAYERWISE, "kv_producer", store=f"{TRACE}/store", granularity="layer", trace_dir=TRACE),
     (*NO_GROUPS, ("max_num_batched_tokens", 4096)),
 )
-P_TIGHT = EngineSpec("P-tight", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), TIGHT_CACHE)
 # Chunks that end in the middle of a block.
 P_UNALIGNED = EngineSpec(
     "P-unaligned",

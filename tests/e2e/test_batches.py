@@ -5,10 +5,9 @@ import random
 from tests.e2e import engines
 from tests.e2e.enginehost import Request
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Handoff, Reference, check, introduce, new_id, prompt, send
+from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt
 from tests.e2e.models import LAYERS
 from tests.e2e.pushtrace import pushes
-from tests.e2e.streamchecks import check_completed, check_streamed
 
 
 def test_sixteen_at_once(fleet: Fleet, reference: Reference) -> None:
@@ -28,22 +27,6 @@ def test_sixteen_at_once(fleet: Fleet, reference: Reference) -> None:
         assert (push.outcome, push.swept_layers) == ("completed", 0)
         assert push.hooked_layers == len(push.chunks) * LAYERS
     assert sum(handoff.push().mode == "layer" for handoff in handoffs) >= 12
-
-
-def test_sixteen_at_once_with_late_decoders(fleet: Fleet, reference: Reference) -> None:
-    """Half of the registrations come early. The others come while P computes, in another order."""
-    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
-    handoffs = [Handoff(new_id(), prompt(150 + 40 * number, seed=31), p, d) for number in range(16)]
-    p.hold()
-    d.add(*(handoff.to_d() for handoff in handoffs[::2]))
-    p.add(*(handoff.to_p() for handoff in handoffs))
-    for handoff in reversed(handoffs[1::2]):
-        p.step(2)
-        d.add(handoff.to_d())
-        handoff.await_registration()
-    p.run()
-    for handoff in handoffs:
-        check(handoff.outcome(), reference)
 
 
 def test_plain_requests_in_the_same_batch_are_untouched(fleet: Fleet, reference: Reference) -> None:
@@ -66,32 +49,3 @@ def test_plain_requests_in_the_same_batch_are_untouched(fleet: Fleet, reference:
         assert output.kv_transfer_params is None
         assert pushes(p.trace_dir, request.request_id) == []
     assert d.wait_output(also_plain_on_d.request_id).token_ids == reference.tokens(also_plain_on_d.token_ids, 24)
-
-
-def test_many_short_handoffs_in_a_row(fleet: Fleet, reference: Reference) -> None:
-    """Many short handoffs in a row, no pause between them."""
-    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
-    handoffs = [send(p, d, prompt(40 + number, seed=35), "together") for number in range(24)]
-    for handoff in handoffs:
-        check(handoff.outcome(), reference)
-
-
-def test_a_request_that_starts_while_another_streams(fleet: Fleet, reference: Reference) -> None:
-    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
-    introduce(p, d)
-    p.hold()
-    long = Handoff(new_id(), prompt(1800, seed=36), p, d)
-    short = Handoff(new_id(), prompt(500, seed=36), p, d)
-    d.add(long.to_d())
-    long.await_registration()
-    p.add(long.to_p())
-    p.step(3)
-    d.add(short.to_d())
-    short.await_registration()
-    p.add(short.to_p())
-    p.run()
-    for handoff in (long, short):
-        check(handoff.outcome(), reference)
-    check_streamed(long)
-    push = short.push()
-    check_completed(push, 500, chunks=len(push.chunks))

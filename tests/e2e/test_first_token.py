@@ -8,6 +8,7 @@ import pytest
 from layerpush.telemetry.metrics.catalog import FIRST_TOKENS
 from tests.e2e import engines, probes
 from tests.e2e.enginehost import MAX_TOKENS, EngineHost, Request
+from tests.e2e.enginemetrics import scrape, wait_for
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fixtures import LogReader
 from tests.e2e.fleet import Fleet
@@ -23,7 +24,6 @@ from tests.e2e.handoff import (
     send,
 )
 from tests.e2e.results import Finished
-from tests.e2e.test_metrics import scrape, wait_for
 
 LENGTHS = (1, 33, 257)
 PATIENCE_S = 2.0

@@ -3,8 +3,6 @@
 import pytest
 
 from tests.e2e import engines
-from tests.e2e.enginehost import HostDied
-from tests.e2e.enginespec import LAYERWISE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Order, Reference, check, introduce, prompt, send
 from tests.e2e.models import LAYERS
@@ -44,26 +42,6 @@ def test_chunks(fleet: Fleet, reference: Reference) -> None:
                 assert write["layers"] == [0, LAYERS - 1], "a chunk was not written with all its layers"
 
 
-@pytest.mark.parametrize(
-    ("configured", "default", "modes"),
-    [(engines.P_AUTO, "auto", ("layer", "request", "chunk", None)), (engines.P_WHOLE, "request", ("auto", None))],
-    ids=["auto", "whole"],
-)
-def test_requests_choose_their_mode(
-    fleet: Fleet, reference: Reference, configured: EngineSpec, default: str, modes: tuple[str | None, ...]
-) -> None:
-    """One P, all modes side by side. A request without a mode has the configured one."""
-    p, d = fleet.get(configured, engines.D_LAYER)
-    introduce(p, d)
-    for mode in modes:
-        handoff = send(p, d, prompt(1025, seed=24), "early", mode=mode)
-        check(handoff.outcome(), reference)
-        if (mode or default) != "request":
-            check_streamed(handoff, mode=mode or default)
-        else:
-            check_whole(handoff)
-
-
 def test_auto_needs_no_more_writes_than_layers(fleet: Fleet, reference: Reference) -> None:
     """The first prompts may go by layer: P knows neither the link nor the time of a layer yet."""
     p, d = fleet.get(engines.P_AUTO, engines.D_LAYER)
@@ -88,11 +66,3 @@ def test_short_prompts_go_whole(fleet: Fleet, reference: Reference, length: int)
         assert "layerwise_min_tokens" in push.fallback
     else:
         check_streamed(handoff)
-
-
-def test_bad_configuration_stops_the_engine(fleet: Fleet) -> None:
-    """tests/unit/test_config.py has all bad values."""
-    spec = EngineSpec("bad-config", "P", transfer(LAYERWISE, granularity="block"))
-    with pytest.raises(HostDied, match="'granularity' is 'block'") as death:
-        fleet.get(spec)
-    assert "ConfigError" in str(death.value)

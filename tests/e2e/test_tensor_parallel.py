@@ -7,12 +7,12 @@ import pytest
 from layerpush.core.replica import STRIPE
 from tests.e2e import engines
 from tests.e2e.enginehost import EngineHost
+from tests.e2e.enginemetrics import scrape, value, wait_for
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check_tokens, prompt, send, started_on_p
 from tests.e2e.models import SHAPE
 from tests.e2e.pushtrace import wait_for_pushes
-from tests.e2e.test_metrics import scrape, value, wait_for
 from tests.metrics_scrape import Scrape
 
 TWO_RANKS = (("tensor_parallel_size", 2),)
