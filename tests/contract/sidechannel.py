@@ -1,14 +1,11 @@
-"""A process with a NIXL agent and side channels, as of a prefill engine. It prints its agent's name and stays.
-
-A script. Arguments: the port of vLLM's listener, and that of layerpush's.
-"""
+"""A process with a NIXL agent and side channels, as of a prefill engine."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import uuid
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -48,16 +45,13 @@ def listener(whose: str) -> Callable[..., None]:
     return vllms
 
 
-def main(stock: int, ours: int) -> None:
+def serve(pipe: Connection, stock: int, ours: int) -> None:
+    """Listen on a port as vLLM and on one as layerpush. Sends the agent's name, and stays."""
     own = agent(str(uuid.uuid4()))
     answers = {(0, 0): handshake(own.get_agent_metadata())}
     for whose, port in (("vllm", stock), ("layerpush", ours)):
         ready, stop = threading.Event(), threading.Event()
         threading.Thread(target=listener(whose), args=(answers, ready, stop, "127.0.0.1", port), daemon=True).start()
         ready.wait()
-    print(own.name, flush=True)
-    sys.stdin.read()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    pipe.send(own.name)
+    pipe.recv()

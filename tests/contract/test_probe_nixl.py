@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,14 +14,14 @@ import pytest
 from bench.servers.ports import PortAllocator
 from layerpush.core.liveness import Verdict
 from layerpush.engine.worker.side_channel_probe import probe
+from tests.contract import sidechannel
 from tests.contract.sidechannel import agent, handshake, listener
+from tests.e2e.enginehost import fork_server
 from tests.support.ports import NIXL_PROBE_PORTS
 from tests.support.waiting import until
 
 PORTS = PortAllocator(NIXL_PROBE_PORTS)
 HOST = "127.0.0.1"
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 Serve = Callable[[bytes], int]
 
@@ -75,30 +73,29 @@ def test_the_side_channel_answers_for_its_own_agents_only(serve: Serve, ours: tu
 @pytest.mark.slow
 def test_verdicts_about_a_stopped_a_continued_and_a_dead_process() -> None:
     ports = {"vllm": PORTS.take(), "layerpush": PORTS.take()}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.contract.sidechannel", *map(str, ports.values())],
-        cwd=ROOT, env={**os.environ, **ENVIRONMENT}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    pipe, theirs = fork_server().Pipe()
+    process = fork_server().Process(target=sidechannel.serve, args=(theirs, *ports.values()), daemon=True)
+    process.start()
     try:
-        assert process.stdout is not None
-        name = next(line.strip() for line in process.stdout if line.count("-") == 4 and len(line.strip()) == 36)
+        assert process.pid is not None
+        name = pipe.recv()
 
         def verdicts(timeout_s: float = 10.0) -> dict[str, Verdict]:
             return {whose: probe(HOST, port, name, 0, timeout_s=timeout_s) for whose, port in ports.items()}
 
         assert verdicts() == dict.fromkeys(ports, Verdict.ALIVE)
-        process.send_signal(signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGSTOP)
         until(lambda: stopped(process.pid))
         assert verdicts(0.5) == dict.fromkeys(ports, Verdict.UNKNOWN)
-        process.send_signal(signal.SIGCONT)
+        os.kill(process.pid, signal.SIGCONT)
         until(lambda: verdicts() == dict.fromkeys(ports, Verdict.ALIVE))
 
         process.kill()
-        process.wait(20)
+        process.join(20)
         assert verdicts() == dict.fromkeys(ports, Verdict.ENDED)
     finally:
         process.kill()
-        process.communicate()
+        process.join(20)
 
 
 def stopped(pid: int) -> bool:

@@ -198,6 +198,7 @@ def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogVie
     check_serves(p, d, reference, seed=314)
 
 
+@pytest.mark.exhaustive
 def test_p_stopped_before_it_began(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """P freezes with a registration, but without the prompt. P never writes for this registration."""
     p, d = fleet.get(engines.P, engines.D_FAIL)

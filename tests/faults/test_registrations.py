@@ -75,7 +75,7 @@ def test_p_knows_no_such_request(fleet: Fleet, reference: Reference, log: LogVie
     check_serves(p, d, reference, seed=345)
 
 
-@pytest.mark.parametrize("order", ["early", "late"])
+@pytest.mark.parametrize("order", ["early", engines.for_test_all("late")])
 def test_registration_doubled(fleet: Fleet, reference: Reference, log: LogView, order: Order) -> None:
     """One push and one completion, with a copy beside the first registration and one after the end."""
     p, d = fleet.get(engines.P, engines.D)
@@ -95,7 +95,7 @@ def test_registration_doubled(fleet: Fleet, reference: Reference, log: LogView, 
         log.check_none(host, handoff.request_id)
 
 
-@pytest.mark.parametrize("order", ["registered first", "prefilled first"])
+@pytest.mark.parametrize("order", [engines.for_test_all("registered first"), "prefilled first"])
 def test_two_requests_share_a_base_id(fleet: Fleet, reference: Reference, log: LogView, order: str) -> None:
     """A router used one id twice: each D gets the KV of its own prompt."""
     p, *decoders = fleet.get(engines.P, engines.D, engines.D_FAIL)
@@ -158,7 +158,7 @@ def test_prompts_differ(fleet: Fleet, reference: Reference, log: LogView, d_spec
     check_serves(p, d, reference, seed=353)
 
 
-@pytest.mark.parametrize("order", ["early", "late"])
+@pytest.mark.parametrize("order", ["early", engines.for_test_all("late")])
 def test_d_registers_more_blocks_than_the_prompt_has(
     fleet: Fleet, reference: Reference, log: LogView, order: Order
 ) -> None:
@@ -193,7 +193,7 @@ def test_d_registers_fewer_blocks_than_the_prompt_has(fleet: Fleet, reference: R
     log.check_none(p, handoff.request_id)
 
 
-@pytest.mark.parametrize("side", ["P", "D"])
+@pytest.mark.parametrize("side", ["P", engines.for_test_all("D")])
 def test_handshake_fails_then_succeeds(fleet: Fleet, reference: Reference, log: LogView, side: str) -> None:
     """A failed try delays the request by a second. The request does not fail."""
     p, d = fleet.get(engines.P, engines.D)
@@ -207,7 +207,7 @@ def test_handshake_fails_then_succeeds(fleet: Fleet, reference: Reference, log: 
     check_serves(p, d, reference, seed=356)
 
 
-@pytest.mark.parametrize("side", ["P", "D"])
+@pytest.mark.parametrize("side", [engines.for_test_all("P"), "D"])
 def test_handshake_fails_for_good(fleet: Fleet, reference: Reference, log: LogView, side: str) -> None:
     """The request goes on without a push. The next one tries again. P reports its failure without a handshake."""
     p, d = fleet.get(engines.P_SHORT_LEASE, engines.D)

@@ -97,7 +97,7 @@ def test_blocks_cannot_be_copied(fleet: Fleet, reference: Reference, log: LogVie
     ("d_spec", "order", "packing"),
     [
         (engines.D, "early", "auto"),
-        (engines.D_FAIL, "late", "auto"),
+        engines.for_test_all(engines.D_FAIL, "late", "auto"),
         engines.for_test_all(engines.D_FAIL, "early", "auto"),
         engines.for_test_all(engines.D, "late", "auto"),
         *(engines.for_test_all(engines.D, "early", plan) for plan in engines.PLANS),

@@ -31,7 +31,7 @@ def argument(caches: list[Guarded]) -> torch.Tensor | LayerTable:
 
 
 @example(case=LONELY)
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(case=cases())
 def test_gather_writes_exactly_the_blocks(place: str, case: Case) -> None:
     with running_at(place) as device:
@@ -46,7 +46,7 @@ def test_gather_writes_exactly_the_blocks(place: str, case: Case) -> None:
 
 
 @example(case=LONELY)
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(case=cases())
 def test_scatter_changes_exactly_the_blocks(place: str, case: Case) -> None:
     with running_at(place) as device:
