@@ -21,10 +21,14 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 @dataclass(frozen=True)
 class Wire:
-    """A link by name, UCX's transports over it, and the ``places`` of P's and D's processes, by side."""
+    """A link by name, UCX's transports over it, and the ``places`` of P's and D's processes, by side.
+
+    ``sgl``: NIXL posts a WRITE's descriptors as one list.
+    """
 
     name: str
     transports: str
+    sgl: bool = False
     places: Mapping[str, Place] = field(default_factory=lambda: dict.fromkeys(SIDES, LOOPBACK), repr=False)
 
 
@@ -32,11 +36,14 @@ REAL = {
     "shm": Wire("shm", "sm,tcp,self"),
     "loopback": Wire("loopback", "tcp,self"),
     "cuda_ipc": Wire("cuda_ipc", CUDA_IPC_TRANSPORTS),
+    "shm+sgl": Wire("shm+sgl", "sm,tcp,self", sgl=True),
+    "loopback+sgl": Wire("loopback+sgl", "tcp,self", sgl=True),
 }
 """Links between two processes of this host. NIXL connects over ``lo``; UCX takes the fastest transport."""
 RATE = re.compile(r"\d+(\.\d+)?(k|m|g)bit")
 HELP = (
-    "shm: shared memory and CMA. loopback: TCP over lo. cuda_ipc: between two processes on one GPU. A rate as tc takes "
+    "shm: shared memory and CMA. loopback: TCP over lo. cuda_ipc: between two processes on one GPU. +sgl "
+    "after one of the first two: with NIXL_UCX_SGL_ENABLE=1. A rate as tc takes "
     "it, such as 500mbit or 2gbit: TCP over an emulated link of this speed; needs root and iproute2."
 )
 
@@ -61,4 +68,4 @@ def wire_of(name: str, interrupts: Interrupts) -> Iterator[Wire]:
         yield REAL[name]
         return
     with places_of(name, interrupts) as (prefill, decode):
-        yield Wire(name, "tcp,self", {"prefill": prefill, "decode": decode})
+        yield Wire(name, "tcp,self", places={"prefill": prefill, "decode": decode})

@@ -83,7 +83,7 @@ class Pair:
         descriptors = [each.fileno() for each in sockets]
         place = self._wire.places[side]
         command = [*place.command_prefix, sys.executable, "-m", f"bench.forward.{side}", *map(str, descriptors)]
-        environment = _environment(self._wire.transports, place.device)
+        environment = _environment(self._wire, place.device)
         self._processes[side] = start(command, self._log(side), cwd=ROOT, env=environment, pass_fds=descriptors)
 
     def _log(self, side: str) -> Path:
@@ -113,8 +113,9 @@ class Pair:
         return "\n".join(parts)
 
 
-def _environment(transports: str, device: str) -> dict[str, str]:
+def _environment(wire: Wire, device: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ours = {"UCX_TLS": transports, "UCX_NET_DEVICES": device, "OMP_NUM_THREADS": "1"}
+    ours = {"UCX_TLS": wire.transports, "UCX_NET_DEVICES": device, "OMP_NUM_THREADS": "1"}
+    ours |= {"NIXL_UCX_SGL_ENABLE": "1"} if wire.sgl else {}
     return inherited | ours | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -25,6 +25,8 @@ from layerpush.core.config import CONNECTOR_NAME, ConfigError
 PYTHON_VERSIONS = ((3, 11), (3, 14))  # from, up to but not including
 VLLM_VERSIONS = ((0, 32), (0, 34))
 NIXL_FROM = (1, 5)
+SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES", "NIXL_UCX_SGL_ENABLE")
+"""Variables of UCX, and of NIXL's UCX backend, that are shown."""
 EXTRAS = "pip install 'layerpush[cuda]' on a GPU machine, 'layerpush[cpu]' elsewhere"
 PROBE_TIMEOUT_S = 60
 
@@ -270,7 +272,7 @@ def _range(versions: tuple[tuple[int, int], tuple[int, int]]) -> str:
 
 
 def _ucx_settings() -> list[str]:
-    return [f"{name}={os.environ[name]}" for name in ("UCX_TLS", "UCX_NET_DEVICES") if name in os.environ]
+    return [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
 
 
 def _devices(kind: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def world(model: Path) -> Iterator[None]:
+    with process_groups():
+        yield
+
+
+@contextmanager
+def process_groups() -> Iterator[None]:
     """vLLM's process groups, of one rank. The environment and the main thread's cores are put back."""
     before, cores, entry_points = dict(os.environ), os.sched_getaffinity(0), importlib.metadata.entry_points
     importlib.metadata.entry_points = entry_points().select  # read once, not for each engine

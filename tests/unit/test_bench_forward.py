@@ -284,7 +284,7 @@ def test_long_prompts_of_every_small_model_fit_into_14_gib() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--links", "ib"], "none of shm, loopback, cuda_ipc, and no rate such as"),
+        (["--links", "ib"], "none of shm, loopback, cuda_ipc, shm+sgl, loopback+sgl, and no rate such as"),
         (["--links", "cuda_ipc"], "add --device cuda"),
         (["--models", "gpt-2"], "none of llama-8b"),
         (["--most-mib", "1"], "the smallest"),
