@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
 from layerpush.compat.kinds import CacheKinds
 from layerpush.compat.patches import VARIABLE, is_on
@@ -38,9 +39,15 @@ def worker_fallback(worker: NixlPushConnectorWorker) -> str | None:
     return None
 
 
-def runs_in_microbatches(vllm_config: VllmConfig) -> bool:
-    """Whether a step runs in microbatches: a layer's hook then fires before all of the layer is computed."""
-    return bool(vllm_config.parallel_config.use_ubatching)
+def microbatches(vllm_config: VllmConfig) -> int:
+    """How many microbatches a step may be split into; 1 if none is."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.num_ubatches) if parallel.use_ubatching else 1
+
+
+def microbatch() -> int | None:
+    """The number of the microbatch that runs on this thread; None in a step that is not split."""
+    return dbo_current_ubatch_id() if dbo_enabled() else None
 
 
 def captured_tokens(vllm_config: VllmConfig) -> int:

@@ -1,7 +1,8 @@
 """Events from the forward pass to the writer: steps begin, layers become ready, steps end.
 
 The engine's main thread calls ``arm``, ``layer_saved``, ``forward_ended``, ``sweep`` and ``finish``; it appends to a
-bounded queue and never waits. The writer thread calls ``take_events``. A layer event that finds the queue full is
+bounded queue and never waits. The threads of microbatches, of which one at a time runs, call ``layer_saved`` in its
+place. The writer thread calls ``take_events``. A layer event that finds the queue full is
 dropped: the sweep at the end of the step covers every layer that no hook reported.
 
 ``layer_saved`` runs between a model's operations, with cold processor caches. There each object and each call costs
@@ -109,8 +110,9 @@ class StepEvents:
     """``fences`` is None for a device that computes before it returns, as a CPU does.
 
     ``wake_lazily`` replaces ``wake`` for every layer but a step's last: the writer may find it at its next poll.
-    ``hooked`` False ignores the layers' hooks: where a step runs in microbatches, they fire once for each. ``drafted``
-    has the layers that may be computed after the model's forward.
+    vLLM may split a step into ``microbatches``, each of which calls every layer's hook; ``microbatch`` returns the
+    calling one's number, None in a step that is not split. ``drafted`` has the layers that may be computed after the
+    model's forward.
     """
 
     def __init__(
@@ -120,12 +122,15 @@ class StepEvents:
         fences: FenceSource | None,
         *,
         wake_lazily: Callable[[], None] | None = None,
-        hooked: bool = True,
+        microbatches: int = 1,
+        microbatch: Callable[[], int | None] = lambda: None,
         drafted: Collection[str] = (),
     ) -> None:
         self.drafted = drafted
         self._layer_index = layer_index
-        self._layer_saved = {name: LayerSaved(index) for name, index in layer_index.items()} if hooked else {}
+        self._layer_saved = {name: LayerSaved(index) for name, index in layer_index.items()}
+        self._microbatches, self._microbatch = microbatches, microbatch
+        self._computed: dict[str, set[int]] = {}
         self._layers = len(set(layer_index.values()))
         self._to_come = 0
         self._wake = wake
@@ -154,6 +159,7 @@ class StepEvents:
         self._step += 1
         self._running, self._armed = True, bool(plan.chunks)
         self._to_come = self._layers
+        self._computed.clear()
         if plan.chunks:
             for chunk in plan.chunks:
                 self._first_step.setdefault(chunk.request_id, self._step)
@@ -216,19 +222,30 @@ class StepEvents:
                 self._void.clear()
 
     def layer_saved(self, name: str) -> None:
-        """A layer's attention has written its KV (in stream order). Unknown layers share another layer's cache. Main
-        thread.
+        """A layer's attention has written its KV (in stream order), or that of a microbatch: the last one makes the
+        layer ready. Unknown layers share another layer's cache. Main thread, or a microbatch's.
         """
         if not self._armed:
             return
         event = self._layer_saved.get(name)
-        if event is None:
+        if event is None or (self._microbatches > 1 and not self._is_last(name)):
             return
         if len(self._queue) >= QUEUE_LIMIT:
             self.dropped += 1
             return
         self._to_come -= 1
         self._put(event, self._wake if self._to_come <= 0 else self._wake_lazily)
+
+    def _is_last(self, name: str) -> bool:
+        """Whether with this call the last of a step's microbatches has computed the layer."""
+        number = self._microbatch()
+        if number is None:
+            return True
+        computed = self._computed.setdefault(name, set())
+        if number in computed:
+            return False
+        computed.add(number)
+        return len(computed) == self._microbatches
 
     def forward_ended(self) -> None:
         """The model's forward is issued; sampling follows, and drafting if there is a drafter. Main thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker import ubatching
 
 from layerpush.compat import early_revocation
 from tests.connector.engine import BLOCK_SIZE, NAMES, Engine, pattern
@@ -29,7 +31,8 @@ class LateEngine(Engine):
     The model's kernels are work of ``stream``. It goes on only after the writer thread has made whole turns, and after
     each WRITE of these turns has left the memory: a WRITE that does not wait for the stream reads stale bytes.
 
-    ``hooks``: the layers that call their hook. ``microbatches``: parts of a step; each layer calls its hook for each.
+    ``hooks``: the layers that call their hook. ``microbatches``: parts of a step, as vLLM numbers them; each layer
+    calls its hook for each. A step of one token is not split.
     A step of a request that begins behind its prompt's first token reads the KV before it. ``wrong`` has those reads
     that found other bytes than the prompt's.
     """
@@ -82,6 +85,7 @@ class LateEngine(Engine):
         with self.stream.as_current(), self.runner._as_group():
             early_revocation.revoke(output.kv_connector_metadata)
             result = self.runner.run(output, forward)
+            ubatching._THREAD_ID_TO_CONTEXT.clear()
             sampled = SimulatedEvent()
             sampled.record()
         return output, ready, result, sampled
@@ -100,9 +104,11 @@ class LateEngine(Engine):
     def _compute(self, name: str, output: SchedulerOutput) -> None:
         """A microbatch has its share of the step's tokens, request after request."""
         size = -(-output.total_num_scheduled_tokens // self._microbatches)
-        for first in range(0, output.total_num_scheduled_tokens, size):
+        for number, first in enumerate(range(0, output.total_num_scheduled_tokens, size)):
             if first and name in self._hooks:
                 self.runner.attended(name)
+            if size < output.total_num_scheduled_tokens:
+                ubatching._THREAD_ID_TO_CONTEXT[threading.get_ident()] = number
             passed = 0
             for request_id, count in output.num_scheduled_tokens.items():
                 share = range(max(first - passed, 0), min(first + size - passed, count))

@@ -85,7 +85,7 @@ def cached_blocks_are_not_fenced(patch: Patch) -> None:
 
 @mutant("microbatches")
 def a_microbatchs_hook_counts(patch: Patch) -> None:
-    patch.setattr(worker, "runs_in_microbatches", lambda _: False)
+    patch.setattr(worker, "microbatches", lambda _: 1)
 
 
 @mutant("gathered")

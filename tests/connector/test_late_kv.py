@@ -15,6 +15,7 @@ import pytest
 from tests.connector.late_mutants import MUTANTS, Mutant
 from tests.connector.late_traffic import PLACES, LateTraffic, StaleBytesError
 from tests.support.simulated_stream import SimulatedEvent
+from tests.support.totals import Totals
 
 REQUESTS, MUTANT_REQUESTS = 8, 12
 MUTANT_SEEDS = 10
@@ -26,8 +27,9 @@ def test_d_reads_the_prompts_bytes_only(
     engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     traffic = LateTraffic(engine, monkeypatch, PLACES[place], seed=1)
-    late = SimulatedEvent.open_queries
+    late, totals = SimulatedEvent.open_queries, Totals(traffic.p.pushes._services.meter)
     traffic.serve(REQUESTS)
+    assert bool(totals.hooked_layers) == bool(PLACES[place].hooks)
     assert traffic.d.reads > REQUESTS
     assert traffic.preempted
     assert SimulatedEvent.open_queries > late

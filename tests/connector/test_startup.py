@@ -16,7 +16,6 @@ from layerpush.connector import LayerwisePushConnector
 from layerpush.core.config import ConfigError
 from layerpush.engine.scheduler import side_channel
 from layerpush.engine.scheduler.side_channel import SideChannelError
-from layerpush.engine.worker import worker
 from layerpush.engine.worker.thread_name import WRITER
 from layerpush.prefill.unhooked_layers import GRAPH_TOKENS
 from tests.connector.engine import Engine, cache_config, config_of
@@ -102,20 +101,6 @@ def test_the_layers_are_logged_once(engine: Build, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, "vllm.layerpush"):
         engine("kv_producer", {"granularity": "chunk"})
     assert len(said(caplog, "4 layers, granularity chunk")) == 1
-
-
-@pytest.mark.parametrize(("extra", "lines"), [({}, 1), ({"layerwise": False}, 0)], ids=str)
-def test_microbatches_are_a_warning(
-    engine: Build,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    extra: dict[str, object],
-    lines: int,
-) -> None:
-    monkeypatch.setattr(worker, "runs_in_microbatches", lambda _: True)
-    with caplog.at_level(logging.WARNING, "vllm.layerpush"):
-        engine("kv_producer", extra)
-    assert len(said(caplog, "steps run in microbatches")) == lines
 
 
 def test_the_size_of_the_engines_graphs_is_known(engine: Build) -> None:

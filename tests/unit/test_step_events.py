@@ -192,6 +192,25 @@ def test_every_layer_but_the_last_of_a_step_wakes_lazily() -> None:
         assert wakes.count == before[0] + 2
 
 
+def test_a_layer_of_a_split_step_is_ready_with_its_last_microbatch() -> None:
+    running: list[int | None] = [None]
+    source = StepEvents(NAMES, Wakes(), None, microbatches=2, microbatch=lambda: running[0])
+
+    def layers_after(*numbers: int | None) -> list[StepEvent]:
+        for running[0] in numbers:
+            source.layer_saved("layers.0")
+        return [event for event, _ in source.take_events() if isinstance(event, LayerSaved)]
+
+    source.arm(PLAN)
+    assert layers_after(None) == [LayerSaved(0)], "a step that is not split"
+    source.arm(PLAN)
+    assert layers_after(0, 0) == []
+    source.arm(PLAN)
+    assert layers_after(1) == [], "the first microbatch of the step before does not count"
+    assert layers_after(0) == [LayerSaved(0)]
+    assert layers_after(1) == []
+
+
 def test_events_wait_for_their_fence_in_order() -> None:
     device = SlowDevice()
     source = StepEvents(NAMES, Wakes(), device)

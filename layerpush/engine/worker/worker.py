@@ -20,8 +20,9 @@ from layerpush.compat import module_hooks
 from layerpush.compat.cache_layout import cache_layout, device_of
 from layerpush.compat.engine_settings import (
     captured_tokens,
+    microbatch,
+    microbatches,
     only_decodes,
-    runs_in_microbatches,
     worker_fallback,
 )
 from layerpush.compat.metadata import (
@@ -142,18 +143,13 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def _build(self, layout: CacheLayout, fallback: str | None, device: torch.device) -> WriterThread:
         config, gathering, peer_errors = self._config, self._gathering, PeerErrors(logger)
-        hooked = not runs_in_microbatches(self.vllm_config)
-        if not hooked and config.layerwise:
-            logger.warning(
-                "layerpush: steps run in microbatches, so layers are pushed at the end of each step: the last chunk of "
-                "a prompt overlaps with nothing"
-            )
         self.step_events = StepEvents(
             layout.index_of,
             self._waker.wake,
             fences_for(device),
             wake_lazily=self._waker.wake_lazily,
-            hooked=hooked,
+            microbatches=microbatches(self.vllm_config),
+            microbatch=microbatch,
             drafted=module_hooks.drafted(self.vllm_config, layout.index_of),
         )
         self._connections = Connections(self, self.transport, config.allowed_hosts, self._search)
