@@ -168,6 +168,24 @@ def test_a_probe_without_a_verdict_times_out() -> None:
     assert times(StartProbe, course(watch, 100.0)) == [10.0, 10.0 + PROBE_LOST_S, 10.0 + 2 * PROBE_LOST_S, 100.0]
 
 
+def test_sessions_are_counted() -> None:
+    watch = watching("A", "B")
+    watch.await_agents("P", ["A"], 1.0)
+    watch.release_agents("P", ["A", "B"])
+    assert len(watch) == 1
+    assert ordered(watch, BEAT_S) == [PING]
+    watch.send_failed("A", 8.0)
+    watch.due(8.0)
+    watch.probe_ended("P", "A", ALIVE, 8.0)
+    watch.release_agents("P", ["A", "nobody"])
+    assert (len(watch), watch.next_due(9.0)) == (0, None)
+    watch.on_message("A", 9.0, speaks_layerpush=True)
+    watch.send_failed("A", 9.0)
+    watch.probe_ended("P", "A", ENDED, 9.0)
+    assert (len(watch), watch.due(100.0)) == (0, [])
+    assert not any([watch._engines, watch._engine_of])
+
+
 class WatchMachine(RuleBasedStateMachine):
     """All events in any order, against the promises."""
 
