@@ -150,27 +150,13 @@ def test_vllm_router_streams_layers_of_its_first_request(pair: Pair) -> None:
     assert (push.mode, push.fallback, push.outcome) == ("auto", None, "completed")
 
 
-WHOLE_ANSWERS: dict[str, dict[str, Any]] = {
-    "log probabilities": {"logprobs": 1},
-    "echo": {"echo": True},
-    "several answers": {"n": 2, "temperature": 1.0},
-    "token ids": {"extra_body": {"return_token_ids": True}},
-}
-
-
 @patient
-@pytest.mark.parametrize("changes", [pytest.param(changes, id=name) for name, changes in WHOLE_ANSWERS.items()])
-def test_a_request_for_more_of_the_answer_gets_it_whole(pair: Pair, changes: dict[str, Any]) -> None:
+def test_a_request_for_more_of_the_answer_gets_it_whole(pair: Pair) -> None:
+    """tests/unit/test_early_answer.py has all such requests."""
     before = answered(pair)
-    answer = pair.answer_of_p(words(60, seed=5), str(uuid.uuid4()), **changes)
+    answer = pair.answer_of_p(words(60, seed=5), str(uuid.uuid4()), logprobs=1)
     assert answer["usage"]["completion_tokens"] > 0
     assert answered(pair) == before
-
-
-@patient
-def test_several_prompts_are_answered_whole(pair: Pair) -> None:
-    answer = pair.answer_of_p([words(60, seed=6), words(60, seed=7)], str(uuid.uuid4()))
-    assert answer["usage"]["completion_tokens"] == 2
 
 
 @patient

@@ -142,6 +142,19 @@ def test_a_failed_send_confirms_a_death_found_by_a_probe() -> None:
     assert GONE in watch.due(10.5)
 
 
+def test_a_send_failure_after_both_probes_causes_a_third_probe() -> None:
+    watch = watching()
+    watch.due(10.0)
+    watch.probe_ended("P", "A", ENDED, 10.0)
+    assert watch.due(10.5) == [PING, PROBE]
+    watch.probe_ended("P", "A", ENDED, 10.5)
+    assert watch.due(10.5) == [PING]
+    watch.send_failed("A", 10.5)
+    assert watch.due(10.5) == [PROBE]
+    watch.probe_ended("P", "A", ENDED, 10.6)
+    assert GONE in watch.due(10.6)
+
+
 def test_probes_alone_do_not_prove_a_death() -> None:
     """The listener is gone, but messages to the writer arrive."""
     orders = ordered(watching(), 2 * T, verdict=ENDED)

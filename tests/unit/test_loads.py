@@ -345,6 +345,16 @@ def test_parameters_that_differ_on_p_are_logged_once(caplog: pytest.LogCaptureFi
     assert all(f"prefill engine {P.engine_id} samples" in line for line in lines)
 
 
+def test_an_unrequested_first_token_is_ignored() -> None:
+    world = World()
+    world.awaiting("p-0")
+    world.receives(FirstToken("r", 7))
+    world.receives(FirstToken("s", 7))
+    assert world.peer_errors.counts == {"foreign status": 1}, "the second one belongs to no load"
+    world.receives(Completion("r", 1))
+    assert world.reports == ["loaded"]
+
+
 def test_an_agent_that_speaks_layerpush_does_so_for_the_next_request() -> None:
     """The answer about the next one may be lost."""
     world = World(ranks=2)
@@ -622,6 +632,22 @@ def test_a_probe_uses_the_address_of_a_connection_made_by_vllm() -> None:
     for _ in range(2):
         world.orders(liveness.StartProbe("P", "p-0"))
         assert world.probe.answer(Verdict.ENDED, world.now).address == P
+
+
+def test_a_reconnection_uses_the_address_of_the_last_successful_handshake() -> None:
+    """A request that has not been registered yet may name any address."""
+    world = World()
+    nowhere = Address("P", "10.6.6.6", 1, tp_size=1, notify_only=True)
+    world.network.listening = {}
+    world.loads.register(registration("mistaken"), nowhere, EXTRA, world.now)
+    world.network.reject("P", OSError("no route"))
+    world.settle()
+    world.network.listening = {"P": world.agents}
+    world.awaiting("p-0")
+    assert world.network.handshakes == [nowhere, P]
+    world.network.listening = {}
+    world.orders(liveness.Reconnect("P"))
+    assert world.network.handshakes == [nowhere, P, P]
 
 
 @pytest.mark.parametrize(("ranks", "lost"), [(1, ["p-0"]), (2, [])])

@@ -71,14 +71,6 @@ async def test_errors_of_a_connection_name_no_address(role: str, fault: Fault) -
 
 
 @asynchronous
-async def test_the_error_for_an_engine_that_is_down_names_no_address() -> None:
-    async with world() as here:
-        await here.d.stop()
-        message = "the decode engine cannot be connected to; the log of the proxy says more"
-        assert error_of(await here.post())["message"] == message
-
-
-@asynchronous
 async def test_a_restarted_p_is_not_named() -> None:
     async with world(retries=0) as here:
         await here.introduce()

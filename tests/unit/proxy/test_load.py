@@ -11,28 +11,6 @@ STREAMS = 250
 
 
 @asynchronous
-async def test_many_streams_at_once() -> None:
-    async with world(prefills=2, decodes=3) as here:
-        for decode in here.decode:
-            decode.hold = asyncio.Event()
-        requests = [
-            asyncio.create_task(here.post(prompt=f"prompt {index}", stream=True, max_tokens=index % 7 + 1))
-            for index in range(STREAMS)
-        ]
-        await until(lambda: sum(each.active for each in here.decode) == STREAMS, "all are under way at once")
-        for decode in here.decode:
-            assert decode.hold is not None
-            decode.hold.set()
-        replies = await asyncio.gather(*requests)
-        sent = {raw for decode in here.decode for raw in map(bytes, decode.sent.values())}
-        assert len(sent) == STREAMS
-        assert {reply.body for reply in replies} == sent
-        assert max(len(each.seen) for each in here.decode) < STREAMS / 2
-        await until(lambda: here.proxy.requests == 0, "all places are free")
-        await until(lambda: not any(each.requests for each in here.engines), "all work is done")
-
-
-@asynchronous
 async def test_many_streams_with_faults_and_disconnects() -> None:
     random.seed(1)
     async with world(prefills=3, decodes=3, retries=5) as here:
@@ -53,6 +31,8 @@ async def test_many_streams_with_faults_and_disconnects() -> None:
         answered = [reply for reply in replies if isinstance(reply, Reply) and reply.status == 200]
         assert len(answered) >= STREAMS - len(leaving) - 5
         assert all(reply.body.endswith(b"data: [DONE]\n\n") for reply in answered)
+        sent = {bytes(raw) for decode in here.decode for raw in decode.sent.values()}
+        assert {reply.body for reply in answered} <= sent
         stubs = here.prefill + here.decode
         await until(lambda: not any(stub.active for stub in stubs), "no engine works for anybody")
         await until(lambda: here.proxy.requests == 0, "all places are free")
