@@ -355,6 +355,17 @@ def test_an_unrequested_first_token_is_ignored() -> None:
     assert world.reports == ["loaded"]
 
 
+def test_a_first_token_before_the_rank_sends_its_registration_is_kept() -> None:
+    world = World()
+    world.loads.register(registration(sampling="greedy"), P, EXTRA, world.now)
+    world.engine.known |= {"r"}
+    token = FirstToken("r", 7)
+    world.loads.on_message("p-0", token, payload_of(token), world.now)
+    world.settle()
+    world.receives(Completion("r", 1))
+    assert world.reports == ["first token 7", "loaded"]
+
+
 def test_an_agent_that_speaks_layerpush_does_so_for_the_next_request() -> None:
     """The answer about the next one may be lost."""
     world = World(ranks=2)
