@@ -80,6 +80,21 @@ def test_a_peer_death_during_writes_ends_the_push(plan: Literal["off", "gather"]
     assert [drained for _, drained, _ in world.reported_failures()] == [False, True]
 
 
+def test_a_peer_death_before_the_completion_ends_the_push() -> None:
+    world, prompt, _ = registered()
+    world.fabric.faults.at["notify", 0] = lambda fabric: fabric.kill("D-0")
+    world.step((prompt, TOKENS))
+    world.settle()
+    world.finish(prompt)
+    world.assert_clean()
+    (record,) = world.trace.records
+    assert record.outcome == "failed"
+    assert "completion could not be sent" in (record.reason or "")
+    assert world.rank.released == ["p-1"]
+    assert world.rank.disconnected == ["D"]
+    assert world.reported_failures() == [(record.reason, True, False)]
+
+
 @pytest.mark.parametrize("connected", [True, False])
 def test_an_unreachable_decode_engine_fails_the_push(connected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, or when the handshake in the background is over."""
