@@ -79,7 +79,7 @@ def in_short(result: Result) -> str:
     return (
         f"Prompts of {cell['prompt_tokens']} tokens: the transfer adds {exposed[AUTO]} to prefill if layers stream "
         f"(`{AUTO}`) and {exposed[REFERENCE]} if the whole request is pushed after it (`{REFERENCE}`); with `{AUTO}` "
-        f"the first token takes {_ratio(cell, 'ttft_ms', f'{AUTO}/push')} of its time with stock vLLM's push. "
+        f"the first token takes {_ratio(cell, 'ttft_ms', f'{AUTO}/push')} of its time with stock vLLM's push. Medians. "
         f"{conditions(result, _pace(cell))}"
     )
 
