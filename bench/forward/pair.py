@@ -68,6 +68,9 @@ class Pair:
     def to(self, registration: Registration) -> Link:  # noqa: ARG002
         return self._reach.link
 
+    def has_equal_blocks(self, registration: Registration) -> bool:  # noqa: ARG002
+        return True
+
     def push_whole(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
         """As a stock connector does after prefill: one WRITE of all blocks in all layers, from cache to cache."""
         layout = self._reach.cache.layout

@@ -94,6 +94,14 @@ def difference(ours: LayerpushHandshakePayload, payload: bytes) -> str | None:
     return f"P and D must have the same settings: {', '.join(different)}" if different else None
 
 
+def speaks_layerpush(payload: bytes) -> bool:
+    """Whether ``payload``, the answer of a side channel, says that the engine runs layerpush."""
+    try:
+        return msgspec.msgpack.decode(payload, type=_HandshakeAnswer).layerpush
+    except (ValueError, RecursionError):
+        return False
+
+
 def agent_of_handshake(payload: bytes) -> Agent:
     """The agent that ``payload``, the answer of a side channel, names.
 

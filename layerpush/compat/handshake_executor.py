@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from layerpush.compat.handshake import MAX_ANSWER_BYTES, handshake_query
+from layerpush.compat.handshake import MAX_ANSWER_BYTES, handshake_query, speaks_layerpush
 from layerpush.transport.zmtp import Req, ZmtpError, connect
 
 TIMEOUT_S = 5.0
@@ -49,11 +49,8 @@ class Answers:
         self._parts = parts
         self._clock_ahead = clock_ahead
         self._query = b""
-
-    @property
-    def first(self) -> bytes:
+        self.first = next((parts[0] for parts in parts.values() if parts), b"")
         """The first part of the answer to the first query; empty if there is none."""
-        return next((parts[0] for parts in self._parts.values() if parts), b"")
 
     def setsockopt(self, *_: object) -> None:
         """Does nothing: the answers are here."""
@@ -214,6 +211,12 @@ def _with_answers(answers: Answers, of_vllm: Callable[[], Any]) -> Any:
         return of_vllm()
     finally:
         _thread.answers = None
+
+
+def answered_by_layerpush() -> bool:
+    """Whether this thread runs vLLM's handshake with an engine that has said that it runs layerpush."""
+    answers = getattr(_thread, "answers", None)
+    return answers is not None and speaks_layerpush(answers.first)
 
 
 def answering(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ Writer thread.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpe
 
 from layerpush.compat.cache_layout import state_parts
 from layerpush.compat.kinds import has_states, kinds_of
+from layerpush.compat.pieces import OtherBlocks, cut, size_difference
+from layerpush.core.layout import CacheLayout
 from layerpush.core.replica import Replica
 from layerpush.transport.base import Route
 from layerpush.transport.link import Link
@@ -31,9 +32,16 @@ class RankTarget(NamedTuple):
 
 
 def discover_link(
-    worker: NixlPushConnectorWorker, engine_id: str, note_writes: Callable[[ReqMeta], list[RankTarget]]
+    worker: NixlPushConnectorWorker,
+    engine_id: str,
+    note_writes: Callable[[ReqMeta], list[RankTarget]],
+    layout: CacheLayout | None,
 ) -> Link:
-    """The link to a connected decode engine. ``note_writes`` returns the WRITEs that vLLM would post for a request."""
+    """The link to a connected decode engine. ``note_writes`` returns the WRITEs that vLLM would post for a request.
+    ``layout`` is None if our cache cannot be told apart by layer.
+
+    Raises ``MismatchError`` if the block sizes differ and the blocks cannot be cut.
+    """
     reason = refusal(worker, engine_id)
     targets: list[RankTarget] = []
     if reason is None:
@@ -50,12 +58,16 @@ def discover_link(
         Route(agent_name(agents[(0, spec.remote_rank)]), spec.remote_rank, local, remote)
         for spec, local, remote in targets
     )
+    pieces, remote = None, worker.transfer_topo.get_engine_info(engine_id)
+    if isinstance(remote, OtherBlocks):
+        pieces, routes = cut(worker, engine_id, remote, layout, routes)
     return Link(
         engine_id,
         routes,
         _region_blocks(worker, engine_id),
         share=_share(worker, engine_id),
         replicas=replicas(worker, engine_id),
+        pieces=pieces,
     )
 
 
@@ -104,18 +116,17 @@ def own_blocks(worker: NixlPushConnectorWorker, engine_id: str, whole: ReadSpec)
 def mismatch(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
     """The reason why no push between this engine and a connected one can be right; None if one can.
 
-    vLLM's check of block sizes ends a decode engine. It has no check of the kernel blocks in a block: P would write the
-    wrong ones, and then D ends. Nor has it one of tensor parallel sizes of models with Mamba.
+    vLLM has no check of tensor parallel sizes of models with Mamba. Its code for other block sizes is for pulls: it
+    ends a decode engine to which a push has brought a whole request.
     """
     topology = worker.transfer_topo
     assert topology is not None
     remote = topology.get_engine_info(engine_id)
-    theirs = remote.remote_block_size, remote.remote_physical_blocks_per_logical
-    ours = worker.block_size, worker._physical_blocks_per_logical_kv_block
-    if math.prod(theirs) != math.prod(ours):
-        return f"its block size is {math.prod(theirs)} tokens, ours {math.prod(ours)}"
-    if theirs != ours:
-        return f"its kernels' block size is {theirs[0]} tokens, ours {ours[0]}"
+    if (difference := size_difference(worker, remote)) is not None:
+        if has_states(worker.kv_cache_config):
+            return f"{difference}, and a model with Mamba layers needs equal ones"
+        if not isinstance(remote, OtherBlocks) or not remote.is_layerpush:
+            return f"{difference}, and vLLM's push connector needs equal ones"
     if remote.remote_tp_size != topology.tp_size and has_states(worker.kv_cache_config):
         return (
             f"it has {remote.remote_tp_size} tensor parallel ranks, we {topology.tp_size},"
@@ -142,10 +153,11 @@ def _region_blocks(worker: NixlPushConnectorWorker, engine_id: str) -> tuple[int
 
 
 def has_equal_blocks(worker: NixlPushConnectorWorker, engine_id: str) -> bool:
-    """Whether a block of ours is a whole block of the decode engine's, not one rank's heads of it."""
+    """Whether a block of ours is a whole block of the decode engine's, not a part of it nor one rank's heads."""
     assert worker.transfer_topo is not None
     remote = worker.transfer_topo.get_engine_info(engine_id)
-    return bool(worker.use_mla or worker.transfer_topo.tp_ratio(remote.remote_tp_size) == 1)
+    same_heads = worker.use_mla or worker.transfer_topo.tp_ratio(remote.remote_tp_size) == 1
+    return bool(same_heads and size_difference(worker, remote) is None)
 
 
 def agent_name(name: str | bytes) -> str:

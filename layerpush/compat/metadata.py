@@ -69,6 +69,8 @@ class LayerwiseMetadata(NixlConnectorMetadata):
     """Since the last step, in the order of events."""
     sampled: Mapping[str, Sampled] = MappingProxyType({})
     """First tokens of the requests in ``push_finished_blocks``, by request id."""
+    prompt_tokens: Mapping[str, int] = MappingProxyType({})
+    """The lengths of these requests' prompts, by request id."""
     short_of_blocks: bool = False
     """Whether the first request in the queue could not get its blocks in this step."""
 

@@ -174,7 +174,8 @@ PATCHES = (
             ),
         ),
         "Handshakes with several hosts run at the same time, and read answers of a limited size only.",
-        "Handshakes run one after the other: a silent host delays those with other hosts by 5 s for each of its ranks.",
+        "Handshakes run one after the other: a silent host delays those with other hosts by 5 s for each of its ranks. "
+        "P and D need equal block sizes.",
     ),
 )
 """If several patches have one target, vLLM's function is wrapped once, in this order: the first is the innermost. So a

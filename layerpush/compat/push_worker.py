@@ -25,13 +25,14 @@ from layerpush.compat import patches
 from layerpush.compat.affinity import Affinity
 from layerpush.compat.engine_settings import ends_with_flush, split_at
 from layerpush.compat.handshake import difference, settings_of, signed
-from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor
+from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor, answered_by_layerpush
 from layerpush.compat.heartbeats import Heartbeats
 from layerpush.compat.leases import SendLeases, extend
 from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, own_blocks, refusal
+from layerpush.compat.pieces import OtherBlocks, disguised, other_blocks, regions_of, size_difference
 from layerpush.compat.stats import TransferStats
 from layerpush.compat.whole_writes import WholeWrites
-from layerpush.core.layout import MAX_DESCRIPTORS
+from layerpush.core.layout import MAX_DESCRIPTORS, CacheLayout
 from layerpush.core.wire import HEARTBEAT_PREFIX, Heartbeat
 from layerpush.core.write import MismatchError
 from layerpush.telemetry.peer_errors import PeerErrors
@@ -96,6 +97,8 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         self.transport: Transport = acknowledged or network
         self.acknowledges = acknowledged is not None
         """Whether WRITEs on this network need an answer of the decode rank, which then offers it."""
+        self.layout: CacheLayout | None = None
+        """This engine's KV cache by layer, if it can be told apart so."""
         self._tasks: deque[tuple[str, Task]] = deque()
         self._noted: list[RankTarget] | None = None
         self._leases = SendLeases()
@@ -150,15 +153,31 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         """The settings in which the engine that answered so differs, in one sentence; None if it may connect."""
         return difference(self.xfer_handshake_metadata, answer) if self.enforce_compat_hash else None
 
-    def add_remote_agent(self, nixl_agent_meta: Any, *args: Any, **kwargs: Any) -> str:
+    def add_remote_agent(
+        self, nixl_agent_meta: Any, remote_tp_rank: int = 0, remote_tp_size: int = 1, remote_dcp_size: int = 1
+    ) -> str:
         """Raises ``ValueError`` for absurd sizes, so the handshake fails: vLLM would size its tables by them."""
         regions = nixl_agent_meta.region_num_blocks or [nixl_agent_meta.num_blocks] * len(nixl_agent_meta.block_lens)
         if min(regions, default=0) < 0 or sum(regions) > MAX_DESCRIPTORS or len(regions) > MAX_REGIONS:
             raise ValueError(
                 f"engine {nixl_agent_meta.engine_id!r} claims {sum(regions)} blocks in {len(regions)} regions"
             )
-        name: str = super().add_remote_agent(nixl_agent_meta, *args, **kwargs)
+        other = self._other_blocks(nixl_agent_meta, remote_tp_size, remote_dcp_size)
+        seen = nixl_agent_meta if other is None else disguised(self, nixl_agent_meta)
+        name: str = super().add_remote_agent(seen, remote_tp_rank, remote_tp_size, remote_dcp_size)
+        if other is not None and remote_tp_rank not in other.regions:
+            # vLLM has left those in ``seen`` that belong to a region of ours.
+            regions = other.regions[remote_tp_rank] = regions_of(nixl_agent_meta, seen.kv_caches_base_addr)
+            self.dst_region_num_blocks[nixl_agent_meta.engine_id] = [region.blocks for region in regions]
         return name
+
+    def _add_notif_only_remote_agent(self, metadata: Any, remote_tp_size: int, remote_dcp_size: int = 1) -> str:
+        self._other_blocks(metadata, remote_tp_size, remote_dcp_size)
+        name: str = super()._add_notif_only_remote_agent(metadata, remote_tp_size, remote_dcp_size)
+        return name
+
+    def _other_blocks(self, metadata: Any, tp_size: int, dcp_size: int) -> OtherBlocks | None:
+        return other_blocks(self, metadata, tp_size, dcp_size, is_layerpush=answered_by_layerpush())
 
     # Any thread.
 
@@ -411,9 +430,14 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         """Whether a connected decode engine has blocks of as many tokens as ours, and as many regions."""
         return refusal(self, engine_id) is None
 
+    def has_equal_blocks(self, engine_id: str) -> bool:
+        """Whether a connected engine's blocks have as many tokens as ours."""
+        assert self.transfer_topo is not None
+        return size_difference(self, self.transfer_topo.get_engine_info(engine_id)) is None
+
     def discover_link(self, engine_id: str) -> Link:
-        """The link to a connected decode engine."""
-        return discover_link(self, engine_id, self._note_writes)
+        """The link to a connected decode engine. Raises ``MismatchError`` if blocks of other sizes cannot be cut."""
+        return discover_link(self, engine_id, self._note_writes, self.layout)
 
     def _note_writes(self, request: ReqMeta) -> list[RankTarget]:
         """The WRITEs that vLLM would post for ``request``: ``_xfer_blocks`` notes and drops them."""

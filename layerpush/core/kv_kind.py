@@ -43,6 +43,11 @@ class KvKind:
     fallback: str | None = None
     never_gathered: str | None = None
 
+    @property
+    def has_window(self) -> bool:
+        """Whether tokens do not attend to all tokens before them."""
+        return self.first_attended is not _from_the_start
+
     def blocks_between(self, table: Sequence[int], start: int, end: int) -> Sequence[int]:
         """The blocks of ``table`` that hold tokens ``[start, end)``. A state belongs to every token."""
         return table if self.is_state else table[start // self.block_tokens : -(-end // self.block_tokens)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from layerpush.core.push_mode import PushMode
 from layerpush.core.replica import ALONE, Replica
+from layerpush.core.wire import NULL_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,15 @@ class ChunkPlan:
     def final(self) -> bool:
         """Whether the chunk ends the prompt."""
         return self.end >= self.prompt_tokens
+
+
+def whole_prompt(
+    request_id: str, epoch: int, tokens: int, block_size: int, tables: Sequence[Sequence[int]]
+) -> ChunkPlan:
+    """One chunk with the whole prompt. ``tables``: the last of its blocks in each group, if vLLM has dropped others."""
+    total = _blocks(tokens, block_size)
+    groups = [(NULL_BLOCK,) * (total - len(table)) + tuple(table[:total]) for table in tables]
+    return ChunkPlan(request_id, epoch, 0, 0, tokens, tokens, tuple(GroupSlice(0, blocks, total) for blocks in groups))
 
 
 @dataclass(frozen=True, slots=True)

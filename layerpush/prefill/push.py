@@ -32,7 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from layerpush.core.push_mode import LATE_REGISTRATION, PushMode
-from layerpush.core.step_plan import ChunkPlan
+from layerpush.core.step_plan import ChunkPlan, whole_prompt
 from layerpush.core.wire import Registration
 from layerpush.core.write import WHOLE, MismatchError
 from layerpush.prefill.links import Links
@@ -146,6 +146,8 @@ class Push:
         self.request_id = session.request_id
         self.transfers: list[Transfer] = []
         self.blocks: BlockIds = ()
+        self.tokens = 0
+        """The blocks and the number of tokens of a prompt whose prefill has ended."""
         self.step = 0
         """The last step that computed a chunk of it."""
         self.dirty = True
@@ -333,13 +335,13 @@ class Push:
                 return
             link = self.link = links.to(registration)
         except Exception as error:  # noqa: BLE001  vLLM's code may raise anything: this push cannot go on
-            self.fail(f"{type(error).__name__}: {error}")
+            self._fail_by(error, "its connection")
             return
         if link.refusal is not None:
             self.record.fallback = link.refusal
             self.handle(LinkRefused())
         else:
-            self.handle(Connected(link.replicas))
+            self.handle(Connected(link.replicas, link.pieces))
 
     def _refusal(self, registration: Registration) -> str | None:
         """The reason why nothing may be written to the connected engine for a registration; None if something may."""
@@ -401,7 +403,19 @@ class Push:
         if reason is not None:
             self.fail(reason)
             return
-        self.begin_whole(partial(self._services.links.push_whole, self.request_id, self.blocks, registration))
+        self.begin_whole(partial(self._begin_whole, registration))
+
+    def _begin_whole(self, registration: Registration) -> None:
+        links = self._services.links
+        if links.has_equal_blocks(registration):
+            links.push_whole(self.request_id, self.blocks, registration)
+            return
+        link = self.link = links.to(registration)
+        if link.pieces is None:
+            raise MismatchError(link.refusal or "its blocks have another size")
+        size = link.pieces.tokens * link.pieces.ours
+        whole = whole_prompt(self.request_id, self.session.epoch, self.tokens, size, self.blocks)
+        self.handle(Connected(link.replicas, link.pieces, whole))
 
     def _report_failure(self, action: ReportFailure) -> None:
         with logged("a failure report", self.request_id):
@@ -542,7 +556,7 @@ class Push:
             return
         record.outcome, record.reason = self.session.outcome, self.session.failure
         self._services.meter.closed(record, self.exposed_s, self.transfer_s)
-        if record.mode == PushMode.WHOLE or record.decode_request_id is None:
+        if (record.mode == PushMode.WHOLE and not self.written.bytes) or record.decode_request_id is None:
             return  # vLLM counts its own WRITEs, and requests that no D has wanted
         if record.outcome == "completed" and self.written.bytes:
             self._services.worker.transfer_stats.pushed(self.written, self.transfer_s)

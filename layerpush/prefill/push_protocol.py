@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from layerpush.core.first_token import Sampled
+from layerpush.core.pieces import Pieces
 from layerpush.core.replica import Replica
 from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
@@ -73,11 +74,14 @@ class Registered(Event):
 
 @dataclass(frozen=True, slots=True)
 class Connected(Event):
-    """The decode engine is reachable and its blocks are laid out like ours. ``replicas``: this rank's part of them in
-    each KV cache group; empty: all.
+    """The decode engine is reachable, and we can write into its blocks. ``replicas``: this rank's part of them in each
+    KV cache group; empty: all. ``pieces``: they have another size than ours. ``whole``: prefill has ended, and this is
+    the whole prompt; vLLM cannot push it.
     """
 
     replicas: tuple[Replica, ...] = ()
+    pieces: Pieces | None = None
+    whole: ChunkPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +287,8 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
         Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.WHOLE: {
-        Registered: {S.WHOLE}, WholePosted: {S.WRITING_WHOLE}, Failed: {S.CLOSED}, CancelledByD: {S.CLOSED},
-        LeaseExpired: {S.CLOSED}, Aborted: {S.CLOSED},
+        Registered: {S.WHOLE}, WholePosted: {S.WRITING_WHOLE}, Connected: {S.STREAMING}, Failed: {S.CLOSED},
+        CancelledByD: {S.CLOSED}, LeaseExpired: {S.CLOSED}, Aborted: {S.CLOSED},
     },
     S.WRITING_WHOLE: {
         WholePosted: {S.WRITING_WHOLE}, WriteLanded: {S.CLOSED}, WriteLost: {S.CLOSED}, Failed: {S.DRAINING},

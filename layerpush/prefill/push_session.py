@@ -10,7 +10,8 @@ Four phases, in the order of a push that goes well:
 - Blocks go by layer or chunk: ``STREAMING``. After a preemption the session is ``REWINDING`` until the old epoch's
   WRITEs have ended, and starts anew. So it is if vLLM takes a step back. If it still may, the session is
   ``UNCONFIRMED``. ``NOTIFYING`` sends D the completion; ``NOTIFIED`` has sent it.
-- Or vLLM pushes the request whole: ``WHOLE``, and ``WRITING_WHOLE`` while its WRITEs are on the wire.
+- Or vLLM pushes the request whole: ``WHOLE``, and ``WRITING_WHOLE`` while its WRITEs are on the wire. If the block
+  sizes differ, vLLM cannot: all layers go at once, from ``WHOLE`` by ``STREAMING``.
 - The end: ``CLOSED``. A push that fails is ``DRAINING`` until its WRITEs have ended. It is ``ABANDONED`` after that, if
   the scheduler has not finished the request yet.
 
@@ -89,6 +90,7 @@ class PushSession(Machine[State, Event, Action]):
         self.landed_bytes = self.posted_bytes = 0
         """Bytes of this epoch: those that have landed, and those that were posted."""
         self._ready_blocks = ReadyBlocks(layer_groups, layer_bytes, by_layer=mode.by_layer)
+        self._layers = len(layer_groups)
         self._max_in_flight = max_in_flight
         self._writes = 0
         self._coverage: Coverage | None = None
@@ -152,7 +154,12 @@ class PushSession(Machine[State, Event, Action]):
 
     def _on_connected(self, event: push_protocol.Connected, _: list[Action]) -> State:
         assert self.registration is not None
-        self._ready_blocks.align(self.registration.local_block_ids, event.replicas)
+        if event.whole is not None:
+            self._ready_blocks.rewind()
+            self._ready_blocks.plan(event.whole)
+            for layer in range(self._layers):
+                self._ready_blocks.ready(event.whole.index, layer)
+        self._ready_blocks.align(self.registration.local_block_ids, event.replicas, event.pieces)
         self._coverage = Coverage(self._ready_blocks.wanted)
         return S.STREAMING
 

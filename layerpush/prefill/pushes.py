@@ -238,7 +238,8 @@ class Pushes:
 
     def _finished(self, done: RequestFinished) -> None:
         push = self._pushes.get(done.request_id) or self._open(done.request_id, whole=True)
-        push.blocks, push.finished_at = done.blocks, time.perf_counter()
+        push.blocks, push.tokens, push.step = done.blocks, done.tokens, done.step
+        push.finished_at = time.perf_counter()
         push.handle(Finished(done.sampled))
 
     def _open(self, request_id: str, whole: bool, chosen: PushMode | None = None) -> Push:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layerpush.core.machine import IllegalTransitionError
+from layerpush.core.pieces import Pieces, pieces_of
 from layerpush.core.replica import ALONE, Replica
 from layerpush.core.step_plan import Alignment, ChunkPlan
 from layerpush.core.wire import NULL_BLOCK
@@ -18,6 +19,9 @@ class ReadyBlocks:
     """One epoch of one prompt. ``layer_groups`` and ``layer_bytes`` hold each layer's KV cache group and block size.
 
     Without ``by_layer`` a block is handed out only when every layer of its chunk is ready.
+
+    If the decode engine has another block size, ``align`` cuts the blocks into pieces. Segments then count and name
+    pieces.
     """
 
     def __init__(self, layer_groups: Sequence[int], layer_bytes: Sequence[int], *, by_layer: bool) -> None:
@@ -30,6 +34,8 @@ class ReadyBlocks:
         self._alignments: tuple[Alignment, ...] = ()
         self._skipped: tuple[int, ...] = ()
         self._totals: tuple[int, ...] = ()
+        self._prompt_tokens = 0
+        self._parts = 1
         self.rewind()
 
     def rewind(self) -> None:
@@ -65,7 +71,7 @@ class ReadyBlocks:
     def has_whole_chunk(self) -> bool:
         """Whether ``pending`` has blocks of a chunk whose layers are all ready."""
         return bool(self._complete) and any(
-            max(self._posted[layer], self._skipped[group]) < self._complete[group]
+            max(self._posted[layer], self._skipped[group]) < self._up_to(group, self._complete[group])
             for layer in self._fresh
             for group in (self._layer_groups[layer],)
         )
@@ -84,7 +90,7 @@ class ReadyBlocks:
         self._tables = self._tables or [[] for _ in chunk.groups]
         for table, part in zip(self._tables, chunk.groups, strict=True):
             table.extend(part.blocks)
-        self._totals = tuple(part.total for part in chunk.groups)
+        self._totals, self._prompt_tokens = tuple(part.total for part in chunk.groups), chunk.prompt_tokens
         self._chunk_ends.append(tuple(part.end for part in chunk.groups))
         self._ready_layers.append(set())
         self._unready += len(self._layer_groups)
@@ -107,13 +113,28 @@ class ReadyBlocks:
             if not self._by_layer:
                 self._fresh.update(range(len(self._layer_groups)))
 
-    def align(self, targets: Sequence[tuple[int, ...]], replicas: Sequence[Replica] = ()) -> None:
+    def align(
+        self, targets: Sequence[tuple[int, ...]], replicas: Sequence[Replica] = (), pieces: Pieces | None = None
+    ) -> None:
         """The decode engine's blocks are known. ``replicas``: this rank's part of them in each group; empty: all.
+        ``pieces``: of blocks whose sizes differ.
 
         Raises ``MismatchError`` if they are not the end of this prompt.
         """
-        check_blocks(self._totals, targets)
-        self._alignments = tuple(map(Alignment, self._totals, targets, replicas or [ALONE] * len(targets)))
+        totals = self._totals
+        if pieces is None:
+            check_blocks(totals, targets)
+        else:
+            theirs = -(-self._prompt_tokens // (pieces.theirs * pieces.tokens))
+            check_blocks([theirs] * len(totals), targets)
+            self._parts, total = pieces.ours, -(-self._prompt_tokens // pieces.tokens)
+            totals = (total,) * len(totals)
+            # the last block may have more pieces than the prompt
+            wanted = [total - (theirs - len(group)) * pieces.theirs for group in targets]
+            targets = [
+                tuple(pieces_of(group, pieces.theirs)[:count]) for group, count in zip(targets, wanted, strict=True)
+            ]
+        self._alignments = tuple(map(Alignment, totals, targets, replicas or [ALONE] * len(targets)))
         self._skipped = tuple(alignment.skipped for alignment in self._alignments)
         self._count_bytes()
 
@@ -142,7 +163,7 @@ class ReadyBlocks:
 
     def size(self, segments: Sequence[Segment]) -> int:
         """The segments' size in bytes of this engine's memory."""
-        return sum(len(part.source) * sum(self._layer_bytes[part.layers]) for part in segments)
+        return sum(len(part.source) * sum(self._layer_bytes[part.layers]) for part in segments) // self._parts
 
     def _count_bytes(self) -> None:
         self.planned_bytes = self._bytes_up_to(len(self._chunk_ends))
@@ -153,15 +174,21 @@ class ReadyBlocks:
             return 0
         ends = self._chunk_ends[chunks - 1]
         return sum(
-            self._alignments[group].replica.owned_before(max(0, ends[group] - self._skipped[group])) * size
+            self._alignments[group].replica.owned_before(max(0, self._up_to(group, ends[group]) - self._skipped[group]))
+            * (size // self._parts)
             for group, size in self._group_bytes.items()
         )
 
+    def _up_to(self, group: int, blocks: int) -> int:
+        """The pieces of the prompt in its first ``blocks`` blocks. Call it after ``align``."""
+        return min(blocks * self._parts, self._alignments[group].total)
+
     def _postable_end(self, layer: int) -> int:
         """The end of the blocks of a layer that may be posted now."""
+        group = self._layer_groups[layer]
         if self._by_layer:
-            return self._ready[layer]
-        return self._complete[self._layer_groups[layer]] if self._complete else 0
+            return self._up_to(group, self._ready[layer])
+        return self._up_to(group, self._complete[group]) if self._complete else 0
 
     def _paired(self, group: int, first: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """This rank's blocks and the decode engine's for prompt blocks ``[first, end)``, the same for every layer."""
@@ -169,11 +196,13 @@ class ReadyBlocks:
         if key not in self._pairs:
             skipped, alignment = self._skipped[group], self._alignments[group]
             targets = alignment.targets[first - skipped : end - skipped]
-            both = zip(self._tables[group][first:end], targets, strict=True)
+            block, offset = divmod(first, self._parts)
+            sources = pieces_of(self._tables[group][block : -(-end // self._parts)], self._parts)
+            both = zip(sources[offset : offset + end - first], targets, strict=True)
             pairs = [
                 (source, target)
-                for block, (source, target) in enumerate(both, first - skipped)
-                if source != NULL_BLOCK and target != NULL_BLOCK and alignment.replica.owns(block)
+                for number, (source, target) in enumerate(both, first - skipped)
+                if source != NULL_BLOCK and target != NULL_BLOCK and alignment.replica.owns(number)
             ]
             source, target = zip(*pairs, strict=True) if pairs else ((), ())
             self._pairs = {key: (source, target)} if len(self._pairs) > PAIRS_KEPT else self._pairs

@@ -85,6 +85,7 @@ class RequestFinished:
     """The scheduler finished a request and holds its blocks for the push.
 
     ``computed`` is the last step that was armed for it, 0 if none was; ``step`` is the last that was armed at all.
+    Its prompt has ``tokens`` tokens.
     """
 
     computed: int
@@ -92,6 +93,7 @@ class RequestFinished:
     request_id: str
     blocks: tuple[list[int], ...]
     sampled: Sampled | None
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +184,13 @@ class StepEvents:
         """The request's lease is over. Main thread, before its blocks are freed."""
         self._revoke(request_id, LeaseExpired())
 
-    def finish(self, request_id: str, blocks: tuple[list[int], ...], sampled: Sampled | None = None) -> None:
-        """The scheduler finished a request. Main thread."""
+    def finish(
+        self, request_id: str, blocks: tuple[list[int], ...], sampled: Sampled | None = None, tokens: int = 0
+    ) -> None:
+        """The scheduler finished a request, with a prompt of so many ``tokens``. Main thread."""
         self._first_step.pop(request_id, None)
         computed = self._last_step.pop(request_id, 0)
-        self._finished.append(RequestFinished(computed, self._step, request_id, blocks, sampled))
+        self._finished.append(RequestFinished(computed, self._step, request_id, blocks, sampled, tokens))
         self._wake()
 
     def take_revoked(self) -> Iterator[Revoked]:

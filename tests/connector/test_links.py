@@ -12,29 +12,34 @@ from layerpush.core.replica import Replica
 
 
 @pytest.mark.parametrize(
-    ("kernel_block", "blocks", "ranks", "mamba", "reason"),
+    ("kernel_block", "blocks", "ranks", "mamba", "stock", "reason"),
     [
-        (16, 2, 2, False, None),
-        (16, 2, 2, True, None),
-        (16, 4, 2, False, "its block size is 64 tokens, ours 32"),
-        (16, 1, 2, False, "its block size is 16 tokens, ours 32"),
-        (48, 1, 2, False, "its block size is 48 tokens, ours 32"),
-        (32, 1, 2, False, "its kernels' block size is 32 tokens, ours 16"),
-        (16, 2, 1, False, None),
-        (16, 2, 1, True, "it has 1 tensor parallel ranks, we 2, and a model with Mamba layers needs as many"),
-        (16, 2, 4, True, "it has 4 tensor parallel ranks, we 2, and a model with Mamba layers needs as many"),
+        (16, 2, 2, False, True, None),
+        (16, 2, 2, True, True, None),
+        (16, 4, 2, False, False, None),
+        (48, 1, 2, False, False, None),
+        (32, 1, 2, False, False, None),
+        (16, 4, 2, False, True, "its block size is 64 tokens, ours 32, and vLLM's push connector needs equal ones"),
+        (32, 1, 2, False, True, "its kernels' block size is 32 tokens, ours 16, and vLLM's push connector needs equal"),
+        (16, 1, 2, True, False, "its block size is 16 tokens, ours 32, and a model with Mamba layers needs equal ones"),
+        (16, 2, 1, False, True, None),
+        (16, 2, 1, True, True, "it has 1 tensor parallel ranks, we 2, and a model with Mamba layers needs as many"),
+        (16, 2, 4, True, True, "it has 4 tensor parallel ranks, we 2, and a model with Mamba layers needs as many"),
     ],
 )
 def test_a_mismatch_of_two_engines_has_a_reason(
-    kernel_block: int, blocks: int, ranks: int, mamba: bool, reason: str | None
+    kernel_block: int, blocks: int, ranks: int, mamba: bool, stock: bool, reason: str | None
 ) -> None:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
     from layerpush.compat.links import mismatch
+    from layerpush.compat.pieces import OtherBlocks
 
-    remote = SimpleNamespace(
+    remote: Any = SimpleNamespace(
         remote_block_size=kernel_block, remote_physical_blocks_per_logical=blocks, remote_tp_size=ranks
     )
+    if (kernel_block, blocks) != (16, 2):
+        remote = OtherBlocks(ranks, 0, 16, 2, kernel_tokens=kernel_block, pages=blocks, is_layerpush=not stock)
     topology = SimpleNamespace(tp_size=2, get_engine_info={"other": remote}.__getitem__)
     group = KVCacheGroupSpec(["state"], MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float16,)))
     cache = KVCacheConfig(8, [], [group] if mamba else [])
@@ -156,3 +161,30 @@ def test_a_rank_alone_sends_all_blocks_of_a_whole_push() -> None:
     whole = ReadSpec(0, ([1, 2, 3],), ([7, 8],))
     assert own_blocks(prefill_rank(1, 4, 4, 1, "heads"), "D", whole) is whole
     assert own_blocks(prefill_rank(0, 2, 2, 2, "heads"), "D", whole) is whole
+
+
+@pytest.mark.parametrize(
+    ("theirs", "group_tokens", "reason"),
+    [
+        (48, 48, "its block size is 48 tokens, ours 32, and our layers have several block sizes"),
+        (32 * 257, 32, "a block would have more than 256 pieces"),
+        (16, 32, "its block size is 16 tokens, ours 32, and a block of other cannot be cut"),
+    ],
+)
+def test_blocks_that_cannot_be_cut(theirs: int, group_tokens: int, reason: str) -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from layerpush.compat.pieces import OtherBlocks, cut
+    from layerpush.core.layout import CacheLayout
+    from layerpush.core.write import MismatchError
+
+    spec = FullAttentionSpec(block_size=group_tokens, num_kv_heads=1, head_size=8, dtype=torch.float16)
+    worker: Any = SimpleNamespace(
+        block_size=32,
+        _physical_blocks_per_logical_kv_block=1,
+        kv_cache_config=KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], spec)]),
+        attn_backends=[type("Other", (), {"__module__": "vllm.v1.attention.backends.other"})],
+    )
+    info = OtherBlocks(1, 0, 32, 1, kernel_tokens=theirs, pages=1, is_layerpush=True)
+    with pytest.raises(MismatchError, match=reason):
+        cut(worker, "D", info, CacheLayout((), ()), ())

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from layerpush.core.first_token import Sampled
 from layerpush.core.push_mode import MAX_IN_FLIGHT, PushMode
-from layerpush.core.step_plan import ChunkPlan, PromptProgress
+from layerpush.core.step_plan import ChunkPlan, GroupSlice, PromptProgress
 from layerpush.core.wire import Registration
 from layerpush.core.write import WHOLE, Segment, Write
 from layerpush.prefill import push_protocol
@@ -37,6 +37,8 @@ class Shape:
     max_in_flight: int = MAX_IN_FLIGHT
     provisional: bool = False
     """The scheduler may take back a step of the first epoch."""
+    other_blocks: bool = False
+    """vLLM cannot push the request whole: the decode engine has another block size."""
 
     def table(self, group: int, epoch: int) -> list[int]:
         count = blocks_of(self.tokens, self.block_sizes[group])
@@ -356,6 +358,13 @@ class PushWorld:
         self._ends("completed")
         self.send(push_protocol.Notified())
 
+    def push_ended_prompt(self) -> None:
+        """In place of vLLM's whole push."""
+        tables = [self.shape.table(group, self.epoch) for group in range(len(self.shape.block_sizes))]
+        groups = tuple(GroupSlice(0, tuple(table), len(table)) for table in tables)
+        whole = ChunkPlan("p-1", self.epoch, 0, 0, self.shape.tokens, self.shape.tokens, groups)
+        self.send(push_protocol.Connected(whole=whole))
+
     def post_whole(self) -> None:
         assert self.handed_over[-1] == self.registration
         self.stock_write_busy = True
@@ -474,6 +483,8 @@ class PushWorld:
                 self.finish()
             elif self.stock_write_busy:
                 self.deliver()
+            elif self.pushed_by_upstream and self.shape.other_blocks:
+                self.push_ended_prompt()
             elif self.pushed_by_upstream:
                 self.post_whole()
             else:

@@ -32,6 +32,8 @@ SHAPES = {
     "beside another connector, preempted": Shape(4, (0,), (4,), (1,), provisional=True),
     "beside another connector, only watched": Shape(4, (0,), (4,), (1,), PushMode.WHOLE, provisional=True),
     "only watched": Shape(8, (0, 0), (4,), (2,), PushMode.WHOLE),
+    "other blocks": Shape(4, (0, 0), (4,), (1,), other_blocks=True),
+    "other blocks, only watched": Shape(8, (0, 1), (4, 8), (2, 1), PushMode.WHOLE, other_blocks=True),
 }
 
 PREEMPTIONS = {
@@ -87,7 +89,7 @@ def moves(world: PushWorld) -> Iterator[Move]:
         yield lambda w: w.send(push_protocol.Connected())
         yield lambda w: w.send(push_protocol.LinkRefused())
     if world.pushed_by_upstream:
-        yield PushWorld.post_whole
+        yield PushWorld.push_ended_prompt if world.shape.other_blocks else PushWorld.post_whole
     if world.stock_write_busy:
         yield PushWorld.deliver
         if world.state is State.WRITING_WHOLE:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from layerpush.core.step_plan import ChunkPlan, GroupSlice
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerpush.core.pieces import Pieces
+from layerpush.core.replica import Replica
+from layerpush.core.step_plan import ChunkPlan, GroupSlice, whole_prompt
 from layerpush.prefill.ready_blocks import ReadyBlocks
 
 LAYERS = 96
@@ -47,3 +52,50 @@ def test_pending_layers_stay_until_taken() -> None:
     made = four_blocks()
     made.ready(0, 3)
     assert made.pending() == made.pending() != ()
+
+
+@given(
+    st.sampled_from([(1, 2), (2, 1), (4, 1), (1, 3), (3, 2), (2, 3)]),
+    st.integers(1, 90),
+    st.integers(0, 20),
+    st.integers(1, 3),
+    st.lists(st.integers(1, 40), max_size=3),
+    st.integers(0, 3),
+)
+def test_pieces_of_other_blocks_cover_each_token_once(
+    parts: tuple[int, int], tokens: int, cached: int, ranks: int, steps: list[int], dropped: int
+) -> None:
+    """Pieces of 4 tokens. D has ``cached`` blocks; vLLM has dropped P's first ``dropped`` ones."""
+    ours, theirs = (4 * count for count in parts)
+    total, wanted = -(-tokens // theirs), max(1, -(-tokens // theirs) - cached)
+    source = [0 if block < dropped else 100 + 2 * block for block in range(-(-tokens // ours))]
+    target = [200 + 3 * block for block in range(total)]
+    seen: dict[int, int] = {}
+    for rank in range(ranks):
+        made = ReadyBlocks([0, 0], [ours, ours], by_layer=True)
+        begin, ends = 0, [*sorted({step for step in steps if step < tokens}), tokens]
+        for index, end in enumerate(ends):
+            upto = len(source) if end == tokens else end // ours
+            groups = (GroupSlice(begin, tuple(source[begin:upto]), len(source)),)
+            made.plan(ChunkPlan("r", 0, index, 0, end, tokens, groups))
+            begin = upto
+            if index == len(ends) // 2:
+                made.align([tuple(target[total - wanted :])], [Replica(rank, ranks)], Pieces(4, *parts, *parts, (1,)))
+            made.ready(index, 0)
+        segments = made.pending()
+        assert made.size(segments) <= made.planned_bytes // 2  # one of two layers
+        for part in segments:
+            for here, there in zip(part.source, part.target, strict=True):
+                block, inside = divmod(here, parts[0])
+                token = source.index(block) * ours + 4 * inside
+                block, inside = divmod(there, parts[1])
+                assert token == target.index(block) * theirs + 4 * inside
+                assert token not in seen
+                seen[token] = rank
+    assert sorted(seen) == list(range(max((total - wanted) * theirs, dropped * ours), tokens, 4))
+
+
+def test_a_whole_prompt_has_null_blocks_where_vllm_has_dropped_some() -> None:
+    chunk = whole_prompt("r", 0, 100, 32, ([1, 2, 3, 4, 9], [7, 8]))
+    assert [group.blocks for group in chunk.groups] == [(1, 2, 3, 4), (0, 0, 7, 8)]
+    assert chunk.final

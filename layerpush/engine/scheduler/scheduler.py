@@ -112,6 +112,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._digests: dict[str, str | None] = {}
         """By request id: a long prompt is digested once."""
         self._sampled: dict[str, Sampled] = {}
+        self._prompt_tokens: dict[str, int] = {}
         self._news: list[News] = []
         self._traces_requests = traces_requests(vllm_config)
         self._unplaced: dict[str, Request] = {}
@@ -273,6 +274,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._news += map(LoadPostponed, postponed)
         extended.news, self._news = self._news, []
         extended.sampled, self._sampled = self._sampled, {}
+        extended.prompt_tokens, self._prompt_tokens = self._prompt_tokens, {}
         extended.step_plan = self._plan(scheduler_output)
         self._hold_last_windows(scheduler_output)
         self._hand_overs.requests_scheduled(scheduler_output.num_scheduled_tokens.keys(), time.perf_counter())
@@ -364,6 +366,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
         if not outcome[0]:
             self.last_windows.release(request.request_id)
+        if outcome[0]:
+            self._prompt_tokens[request.request_id] = request.num_prompt_tokens
         stale = self._token_may_be_stale and known is not None and known[1].rewound
         if outcome[0] and not stale and (sampled := self.sampled_token(request)) is not None:
             self._sampled[request.request_id] = sampled

@@ -130,7 +130,7 @@ class LayerwisePushWorker(VllmPushWorker):
         reason = worker_fallback(self)
         if reason is None:
             try:
-                layout = cache_layout(self, kv_caches)
+                layout = self.layout = cache_layout(self, kv_caches)
             except LayoutError as error:
                 reason = f"the KV cache cannot be told apart by layer: {error}"
             else:
@@ -253,7 +253,9 @@ class LayerwisePushWorker(VllmPushWorker):
             else:
                 self.task(partial(self._take_news, news), type(news).__name__)
         for request_id, blocks in metadata.push_finished_blocks.items():
-            self.step_events.finish(request_id, blocks, metadata.sampled.get(request_id))
+            self.step_events.finish(
+                request_id, blocks, metadata.sampled.get(request_id), metadata.prompt_tokens.get(request_id, 0)
+            )
         metadata.push_registrations, metadata.push_finished_blocks = {}, {}
         self.claims.short_of_blocks = metadata.short_of_blocks
         self.step_events.arm(metadata.step_plan, metadata.reqs_not_processed)

@@ -10,6 +10,7 @@ import copy
 import gc
 import json
 import logging
+import math
 import os
 import pickle
 import random
@@ -49,6 +50,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from bench.servers.model import ModelShape
+from layerpush.compat import pieces
 from tests.connector.conftest import PORTS
 from tests.connector.engine import block_hasher, config_of
 from tests.connector.ranks.topology import LAYERS, Kind, Side, Topology
@@ -443,7 +445,8 @@ def run(topology: Topology, folder: Path) -> Result:
     lines, cores = Lines(), os.sched_getaffinity(0)
     engines: list[Engine] = []
     try:
-        return _run(topology, folder, engines, lines)
+        with patch.dict(pieces.CONTENT, dict.fromkeys(("cpu_attn", "amx_mla"), pieces._tokens)):  # as ``Rank.write``
+            return _run(topology, folder, engines, lines)
     finally:
         logger.removeHandler(lines)
         while engines:
@@ -494,15 +497,20 @@ def _run(topology: Topology, folder: Path, engines: list[Engine], lines: Lines) 
     if any(one.failed for one in prompts):
         result = Result("refused", "\n".join(lines.lines))
     result.sent = [rank.agent.sent for p in ps for rank in p.ranks]
+    p, d = (engine.ranks[0].connector.connector_worker for engine in (ps[0], ds[0]))
+    cuts = topology.p.block_size != topology.d.block_size and topology.kind != "states"
+    piece = math.gcd(p.block_size, d.block_size) if cuts else None
     for d, memories in before.items():
         for rank, memory in zip(d.ranks, memories, strict=True):
-            judge(rank, memory, [one for one in prompts if one.d is d], topology.pushed_tokens, result)
+            judge(rank, memory, [one for one in prompts if one.d is d], topology.pushed_tokens, piece, result)
     return result
 
 
-def judge(rank: Rank, before: torch.Tensor, prompts: list[Prompt], tokens: int, result: Result) -> None:
+def judge(
+    rank: Rank, before: torch.Tensor, prompts: list[Prompt], tokens: int, piece: int | None, result: Result
+) -> None:
     """Compare all of a D rank's memory. Of a prompt's last block, the rows behind the prompt may have any bytes, and
-    so may all of its blocks if it was refused.
+    so may all of its blocks if it was refused. ``piece``: P sends pieces of so many tokens, not whole blocks.
     """
     expected, free = before.clone(), torch.zeros(len(before), dtype=torch.bool)
     for name, prompt in product(rank.layers, prompts):
@@ -519,6 +527,8 @@ def judge(rank: Rank, before: torch.Tensor, prompts: list[Prompt], tokens: int, 
     changed = expected != before
     for name, prompt in product(rank.layers, prompts):
         page = rank.page(name, changed)[[block for block in prompt.tables[rank.group_of(name)] if block]]
+        if piece:
+            page = page.transpose(2, 3).reshape(-1, piece, *page.shape[2::2])
         result.needed += int(page.flatten(1).any(1).sum()) * page[0].numel()
     result.compared += int(torch.count_nonzero(changed))
     if wrong := int(torch.count_nonzero(~free & (rank.memory != expected))):

@@ -49,8 +49,8 @@ class Topology:
 
     @property
     def pushed_tokens(self) -> int:
-        """vLLM's P leaves the last token of a prompt to D if there are states."""
-        return self.tokens - (self.kind == "states")
+        """vLLM's P leaves the last token of a prompt to D if there are states, but not the only one."""
+        return max(1, self.tokens - (self.kind == "states"))
 
     def heads_of(self, side: Side, rank: int) -> range:
         """The KV heads that a tensor parallel rank holds. With more ranks than heads, several ranks hold one head."""

@@ -245,6 +245,9 @@ class PrefillRank(Process):
     def counts_blocks_like(self, engine_id: str) -> bool:
         return True
 
+    def has_equal_blocks(self, engine_id: str) -> bool:
+        return True
+
     def check_targets(self, engine_id: str, blocks: Sequence[Sequence[int]]) -> None:
         """Decode engines register blocks that they have."""
 
