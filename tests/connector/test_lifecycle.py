@@ -157,15 +157,6 @@ def gives_everything_back(engine: Engine) -> bool:
     return engine.free_blocks == engine.config.cache_config.num_gpu_blocks - 1
 
 
-def test_an_abort_on_p_before_prefill_fails_the_load_at_once(engine: Build) -> None:
-    p, d = engine("kv_producer"), engine("kv_consumer")
-    asks_first(p, d)
-    p.prefill("r-1", TOKENS)
-    p.abort("r-1")
-    step_until(p, d, done=lambda: d.failed)
-    assert gives_everything_back(d)
-
-
 def test_p_knows_its_queued_requests_and_refuses_unknown_ones(engine: Build) -> None:
     p, d = engine("kv_producer", {"unknown_request_timeout_s": 1}), engine("kv_consumer")
     for unfetched in ("r-7", "r-8"):
@@ -179,25 +170,6 @@ def test_p_knows_its_queued_requests_and_refuses_unknown_ones(engine: Build) -> 
     step_until(p, d, done=lambda: d.failed)
     assert d.failed == ["r-9"]
     assert p.worker.connector_worker.claims._claims.get((d.engine_id, "r-1")).waits
-
-
-def test_an_abort_on_d_before_prefill_leaves_nothing_behind(engine: Build) -> None:
-    p, d = engine("kv_producer"), engine("kv_consumer")
-    asks_first(p, d)
-    d.abort("r-1")
-    step_until(p, d, done=lambda: gives_everything_back(d))
-    assert p.worker.connector_worker.claims.pending == 0
-
-
-def test_a_registration_after_an_abort_on_p_fails_the_load_at_once(engine: Build) -> None:
-    p, d = engine("kv_producer"), engine("kv_consumer")
-    p.prefill("r-1", TOKENS)
-    run(p, 2)
-    p.abort("r-1")
-    step_until(p, done=lambda: len(p.pushes) == 0)
-    d.decode_from(p, "r-1", TOKENS)
-    step_until(p, d, done=lambda: d.failed)
-    assert gives_everything_back(d)
 
 
 def test_d_knows_the_address_from_a_heartbeats_handshake(engine: Build) -> None:
@@ -251,24 +223,6 @@ def test_a_wrong_number_of_ranks_fails_the_load_in_seconds(
     d.decode_from(p, "r-1", TOKENS, ranks=2)
     step_until(d, done=lambda: d.failed)
     assert ("is connected with tp_size 1" if known else "See tp_size and pp_size") in caplog.text
-
-
-@pytest.mark.parametrize("extra", [{}, {"layerwise": False}], ids=["by layer", "whole"])
-def test_two_prompts_with_one_base_id_get_their_own_kv(engine: Build, extra: dict[str, object]) -> None:
-    """One router's request, twice: each engine has added its own suffix to the id."""
-    p, d = engine("kv_producer", extra), engine("kv_consumer")
-    ids = {tokens: f"same-{tokens:08x}" for tokens in (100, TOKENS)}
-    for tokens, name in ids.items():
-        p.prefill(name, tokens)
-    step_until(p, done=lambda: len(p.pushes.waiting()) == 2)
-    blocks = {}
-    for tokens in reversed(ids):
-        d.decode_from(p, f"same-{tokens + 1:08x}", tokens, prefill_id=f"same-{tokens + 2:08x}")
-        d.step()
-        blocks[tokens] = d.blocks(f"same-{tokens + 1:08x}")
-    step_until(p, d, done=lambda: len(d.received) == 2 and len(p.sent) == 2)
-    for tokens in ids:
-        assert holds_prompt(d, blocks[tokens], tokens)
 
 
 def load_from_elsewhere(engine: Engine, tokens: int) -> None:

@@ -138,21 +138,6 @@ def test_two_ranks_of_an_engine_share_a_push(engine: Build, front_end: FrontEnd)
     assert scrape.value("writes_total") == scrape.value("write_bytes_count") == 2 * counters.writes
 
 
-def test_a_late_registration(engine: Build, front_end: FrontEnd) -> None:
-    p, d = engine("kv_producer"), engine("kv_consumer")
-    p.prefill("r-1", TOKENS)
-    run(p, STEPS)
-    until(lambda: p.step() and scraped(front_end, p).value("unclaimed_pushes", engine="0") == 1)
-    d.decode_from(p, "r-1", TOKENS)
-    ends_well(p, d)
-    scrape = scraped(front_end, p, d)
-    assert scrape.value("pushes_total", engine="0", outcome="late_registration") == 1
-    assert scrape.value("fallbacks_total", engine="0", reason="late_registration") == 1
-    assert scrape.value("write_bytes_count", engine="0") == 1
-    assert stock_metrics(scrape)["bytes_transferred_count"] == 1, "vLLM counts its own pushes"
-    assert stock_metrics(scrape)["bytes_transferred_sum"] == scrape.value("write_bytes_sum")
-
-
 def test_dropped_bad_params_are_counted(engine: Build, front_end: FrontEnd) -> None:
     d = engine("kv_consumer")
     d.add("r-1", TOKENS, {"do_remote_prefill": True})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,7 +13,6 @@ from bench.demo.report import DemoReport
 from bench.hand_over import PARTS, HandOver
 from bench.servers.load import Answer
 from layerpush.apps.tracing.figures import figures_of
-from layerpush.apps.tracing.picture import draw_pushes
 from tests.unit.test_demo_figures import parse
 
 KEYS = {
@@ -109,9 +107,3 @@ def test_the_picture_shows_the_push_with_the_median_exposed_time():
     assert pushes is not None
     assert pushes["layer"].t_last_landed == pytest.approx(11.8)
     assert report(layer=[sample(figures=None)]).typical_pushes("layer") is None
-
-
-def test_the_picture_is_written(tmp_path: Path):
-    path = tmp_path / "new" / "timeline.png"
-    draw_pushes({"layer": parse(), "request": parse(mode="request")}, path)
-    assert path.read_bytes().startswith(b"\x89PNG")

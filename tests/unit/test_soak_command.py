@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -136,16 +134,3 @@ def test_an_unknown_name_is_refused_with_a_hint(option: str, given: str, hint: s
     result = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1"}).invoke(app, [option, given])
     assert result.exit_code == 2
     assert hint in " ".join(result.output.split())
-
-
-def test_make_forwards_minutes_and_arguments():
-    outside_of_make = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    made = subprocess.run(
-        ["make", "--no-print-directory", "--dry-run", "soak", "MINUTES=3", "ARGS=--seed 4"],
-        cwd=ROOT,
-        env=outside_of_make,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert made.stdout.split() == ["scripts/soak", "--minutes", "3", "--seed", "4"]

@@ -15,6 +15,7 @@ from layerpush.prefill.push_protocol import Planned
 from layerpush.prefill.push_session import PushSession
 from layerpush.prefill.pushes import WRITE_POLL_S
 from layerpush.prefill.unhooked_layers import UnhookedLayers
+from layerpush.transport.link import Link
 from tests.support.fake_transport import Faults
 from tests.unit.both_sides.process import BLOCK_BYTES
 from tests.unit.both_sides.scripted import ScriptedRequest, ScriptedWorld
@@ -146,6 +147,20 @@ def test_a_cached_prefix_goes_before_the_first_layer(mode: PushMode) -> None:
 
 
 UNABLE = "the KV cache is staged in a host buffer"
+
+
+def test_an_incompatible_decode_engine_gets_the_whole_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, prompt = ScriptedWorld(), prompt_of()
+    wanted, decoder = world.registers(prompt), world.d
+    refused = Link("D", (), (), refusal="its block size is 8 tokens, ours 4")
+    monkeypatch.setattr(world.rank, "discover_link", lambda _: refused)
+    world.step((prompt, TOKENS))
+    assert world.fabric.writes == []
+    world.finish(prompt)
+    world.settle()
+    assert decoder.holds(prompt, wanted)
+    world.assert_clean()
+    assert world.trace.records[0].fallback == "its block size is 8 tokens, ours 4"
 
 
 @pytest.mark.parametrize(
