@@ -213,6 +213,27 @@ def test_a_registration_taken_at_the_end_of_its_push_is_answered(monkeypatch: py
     world.assert_clean()
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["by layer", "whole"])
+def test_a_hanging_write_fails_the_push_and_keeps_the_blocks(whole: bool) -> None:
+    world, prompt, _ = registered(Faults(hold_writes={0: 20, 1: 20}), write_timeout_s=0.0)
+    if not whole:
+        world.step((prompt, 9))
+    world.finish(prompt)
+    world.turn()
+    (warning,) = world.reported_failures()
+    assert warning == ("a WRITE is on the wire for more than 0 s (write_timeout_s)", False, False)
+    posted = len(world.fabric.writes)
+    while world.writer.writes_in_flight("p-1"):
+        assert world.rank.released == []
+        assert len(world.rank.failures) == 1
+        world.turn()
+    assert [drained for _, drained, _ in world.reported_failures()] == [False, True]
+    assert world.rank.released == ["p-1"]
+    assert len(world.fabric.writes) == posted
+    assert world.d.received() == [[b"d-p-1:1"] if whole else []], "vLLM's WRITE carries its own completion"
+    world.assert_clean()
+
+
 def test_a_write_within_its_timeout_completes() -> None:
     world, prompt, _ = registered(Faults(hold_writes={1: 20}), write_timeout_s=60.0, tokens=8)
     world.step((prompt, 8))
