@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from layerpush.apps.tracing.figures import Figures, TraceError, figures_of, median_figures, read_pushes
-from layerpush.apps.tracing.intervals import compute_intervals, union_length
+from layerpush.apps.tracing.intervals import compute_intervals
 from layerpush.telemetry.trace_records import PushRecord
 
 LAYERS = 3
@@ -77,20 +77,6 @@ def test_figures_of_a_push():
     assert (figures.writes, figures.descriptors, figures.bytes) == (4, 48, 6000)
 
 
-@pytest.mark.parametrize(
-    ("intervals", "length"),
-    [
-        ([], 0.0),
-        ([(1, 2)], 1.0),
-        ([(1, 2), (2, 3)], 2.0),
-        ([(4, 5), (1, 3)], 3.0),
-        ([(1, 9), (2, 3), (4, 10)], 9.0),
-    ],
-)
-def test_union_length(intervals: list[tuple[float, float]], length: float):
-    assert union_length(intervals) == pytest.approx(length)
-
-
 @pytest.mark.parametrize("outcome", ["failed", "cancelled", "pending"])
 def test_a_push_that_did_not_complete_has_no_figures(outcome: str):
     with pytest.raises(TraceError, match=outcome):
@@ -132,8 +118,3 @@ def test_the_interval_of_a_layer_starts_at_the_end_of_the_previous_one():
     assert [(one.chunk, one.layer) for one in intervals] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert [one.start for one in intervals] == pytest.approx([10.0, 10.1, 10.2, 11.0, 11.1, 11.2])
     assert [one.end for one in intervals] == pytest.approx([10.1, 10.2, 10.3, 11.1, 11.2, 11.3])
-
-
-def test_swept_layers_all_become_ready_together():
-    swept = [[chunk, layer, 10.5 + chunk, False] for chunk in range(2) for layer in range(LAYERS)]
-    assert all(one.start <= one.end for one in compute_intervals(parse(ready=swept)))

@@ -11,7 +11,7 @@ from layerpush.apps.tracing.breakdown import HAND_OVER, PARTS, break_down, media
 from layerpush.apps.tracing.report import summary_data, summary_text
 from layerpush.apps.tracing.requests import RequestTrace, read_traces
 from layerpush.telemetry.trace_records import SCHEDULER_RANK, DropRecord
-from tests.unit.trace_rig import TwoHosts, first_token, load, process, push, write
+from tests.unit.trace_rig import first_token, load, process, push, write
 
 PUSH = {"t_first_planned": 2.0, "t_last_ready": 5.0, "t_last_landed": 5.5, "t_notified": 5.6}
 LOAD = {"t_awaited": 1.0, "t_registered": 1.5, "t_settled": 6.5, "t_reported": 8.5}
@@ -105,24 +105,6 @@ def test_only_time_between_ds_request_and_its_report_counts(
     one = break_down(request_of(pushes, loads))
     assert list(one.parts.values()) == [*parts, *UNSEEN]
     assert (one.total, one.other) == (total, other)
-
-
-@pytest.mark.parametrize("fails", [None, "lost"])
-def test_the_parts_of_real_records_add_up(tmp_path: Path, fails: str | None) -> None:
-    hosts = TwoHosts()
-    hosts.play(measured=hosts.offset, fails=fails)
-    (request,) = read_traces([hosts.write(tmp_path)]).requests
-    one = break_down(request)
-    known = [part for part in one.parts.values() if part is not None]
-    assert len(known) == len(one.parts) - (0 if fails is None else len(UNSEEN))
-    assert sum(known) == pytest.approx(one.total)
-    assert one.parts["prefill"] > 0  # type: ignore[operator]
-    end = request.loads[0].t_reported if fails else request.first_tokens[0].t_first_token
-    assert one.total == pytest.approx(end - request.loads[0].t_awaited)  # type: ignore[operator]
-    if fails is None:
-        assert one.hand_over == pytest.approx(end - request.pushes[0].t_last_ready)  # type: ignore[operator]
-    else:
-        assert one.hand_over is None
 
 
 def three() -> list[RequestTrace]:

@@ -207,12 +207,6 @@ def test_every_rank_of_p_has_an_arrow_to_every_rank_of_d(tmp_path: Path) -> None
     assert len(processes(events)) == 4
 
 
-def test_an_engine_with_pushes_and_loads_is_one_process(tmp_path: Path) -> None:
-    mine = load(engine_id="P", t_reported=2.0)
-    write(tmp_path / "p.jsonl", process("P", "x"), push(t_first_planned=1.0, t_last_ready=2.0), mine)
-    assert processes(events_of(tmp_path)) == ["P and D: P rank 0"]
-
-
 def test_a_push_without_a_time_is_left_out(tmp_path: Path) -> None:
     write(tmp_path / "p.jsonl", process("P", "x"), push(outcome="failed"), push("2", t_first_planned=5.0))
     slices = [event for event in events_of(tmp_path) if event["ph"] == "X"]

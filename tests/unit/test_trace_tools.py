@@ -76,11 +76,6 @@ def test_several_folders_are_read_and_each_file_once(tmp_path: Path) -> None:
     assert len(read_folders([tmp_path])) == 2
 
 
-def test_processes_in_one_file_are_separate_sources(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", process("P", "x"), push("1"), process("P", "y"), push("2"), push("3"))
-    assert [(source.clock, len(source.pushes)) for source in read_folders([tmp_path])] == [("x", 1), ("y", 2)]
-
-
 def test_an_unfinished_line_is_skipped_and_a_torn_one_is_counted(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", process("P", "x"), push())
     whole = (tmp_path / "a.jsonl").read_bytes()
@@ -170,22 +165,6 @@ def test_the_handshake_measures_the_offset_of_two_clocks(tmp_path: Path, error: 
     assert "measured by the handshake; messages allow" in note
 
 
-def test_all_times_of_a_push_move_to_the_reference_clock(tmp_path: Path) -> None:
-    hosts = TwoHosts()
-    hosts.play(measured=hosts.offset)
-    (request,) = read_traces([hosts.write(tmp_path)]).requests
-    (moved,), (original,) = request.pushes, hosts.pushes
-    by = moved.t_last_ready - original.t_last_ready  # type: ignore[operator]
-    assert by == pytest.approx(-5000, abs=0.1)
-    for name in ("t_first_planned", "t_registered", "t_last_landed", "t_notified"):
-        assert getattr(moved, name) == pytest.approx(getattr(original, name) + by, abs=1e-6), name
-    assert [row[2] for row in moved.ready] == pytest.approx([row[2] + by for row in original.ready])
-    assert [chunk.t_planned for chunk in moved.chunks] == pytest.approx([one.t_planned + by for one in original.chunks])
-    for name in ("t_post", "t_posted", "t_landed"):
-        times = [getattr(one, name) + by for one in original.writes]
-        assert [getattr(one, name) for one in moved.writes] == pytest.approx(times)
-
-
 def test_without_a_handshake_messages_give_the_offset(tmp_path: Path) -> None:
     hosts = TwoHosts(d=Host("d-host", ahead=-5000.0, wrong=40.0))
     for number in range(3):
@@ -194,18 +173,6 @@ def test_without_a_handshake_messages_give_the_offset(tmp_path: Path) -> None:
     assert offset.how == "messages"
     assert offset.seconds == pytest.approx((offset.low + offset.high) / 2)
     assert offset.low <= hosts.offset <= offset.high
-
-
-def test_without_handshake_and_messages_wall_clocks_give_the_offset(tmp_path: Path) -> None:
-    hosts = TwoHosts(d=Host("d-host", ahead=-5000.0, wrong=0.25))
-    hosts.play(fails="no")
-    for record in hosts.pushes:
-        record.t_registered = None
-    traces = read_traces([hosts.write(tmp_path)])
-    offset = traces.clocks.offsets["boot-of-p-host"]
-    assert offset.how == "wall clocks"
-    assert offset.seconds == pytest.approx(hosts.offset + 0.25, abs=1e-5)
-    assert "as good as the hosts' NTP" in next(iter(notes(traces)))
 
 
 def test_messages_correct_the_offset_of_wall_clocks(tmp_path: Path) -> None:
@@ -282,21 +249,6 @@ def source_of(*records: Any) -> Any:
 
 
 # Requests.
-
-
-def test_a_push_and_its_load_are_one_request(tmp_path: Path) -> None:
-    write(
-        tmp_path / "p.jsonl", process("P", "x"), push("1", tokens=5, t_first_planned=2.0), push("2", outcome="failed")
-    )
-    other_d = load("1", engine_id="D2", t_awaited=0.5)
-    write(tmp_path / "d.jsonl", process("D", "x"), load("1", t_awaited=1.0), load("2", t_awaited=1.5), other_d)
-    requests = read_traces([tmp_path]).requests
-    assert [(one.name, len(one.pushes), len(one.loads)) for one in requests] == [
-        ("cmpl-1-0", 0, 1),
-        ("cmpl-1-0", 1, 1),
-        ("cmpl-2-0", 1, 1),
-    ]
-    assert (requests[1].tokens, requests[1].mode, requests[1].outcome) == (5, "layer", "completed")
 
 
 def test_ranks_are_one_request_in_order_of_rank(tmp_path: Path) -> None:
