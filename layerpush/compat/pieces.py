@@ -223,7 +223,7 @@ def _caches(worker: NixlPushConnectorWorker, info: OtherBlocks, layout: CacheLay
         raise MismatchError(f"{what}, and our layers have several block sizes")
     if kernel * pages % (info.kernel_tokens * info.pages) and any(kind.has_window for kind in kinds.transferred):
         raise MismatchError(f"{what}, and with windows or chunked attention ours must be a multiple of it")
-    backends = {backend.__module__.rpartition(".")[2] for backend in worker.attn_backends}
+    backends = set(map(_module, worker.attn_backends))
     known = [CONTENT[backend] for backend in backends if backend in CONTENT]
     same_kernel = kernel == info.kernel_tokens  # then no kernel block is cut
     if not same_kernel and (len(known) < len(backends) or len(set(known)) > 1 or _is_packed(worker)):
@@ -251,6 +251,11 @@ def _caches(worker: NixlPushConnectorWorker, info: OtherBlocks, layout: CacheLay
         ):
             raise MismatchError(f"{what}, and the blocks of {name} cannot be cut")
     return [found[slot] for slot in range(len(layout.regions))]
+
+
+def _module(backend: type) -> str:
+    """The module of an attention backend. Chunked attention has a subclass that vLLM makes at run time, in none."""
+    return next(one.__module__.rpartition(".")[2] for one in backend.__mro__ if one.__module__ != "abc")
 
 
 def _is_packed(worker: NixlPushConnectorWorker) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.enginehost import MAX_TOKENS
 from tests.e2e.enginespec import LAYERWISE, STOCK, TRACE, EngineSpec, ModelName, transfer
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Order, Reference, check, prompt, send, started_on_p
+from tests.e2e.handoff import Order, Reference, check, check_tokens, prompt, send, started_on_p
 
 WINDOW_CASES: tuple[tuple[int, Order], ...] = (
     (1, "together"), (199, "early"), (200, "late"), (201, "early"), (201, "late"), (257, "together"),
@@ -52,6 +52,22 @@ def test_chunked_attention(fleet: Fleet) -> None:
             handoff = send(p, d, prompt(length, seed=112), order, max_tokens=max_tokens, mode=mode)
             check(handoff.outcome(), reference)
             assert handoff.push().outcome == "completed"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", ["sliding", "hybrid", "chunked"])
+def test_windows_with_larger_blocks_on_p(fleet: Fleet, model: ModelName) -> None:
+    """Two blocks of D's window lie in one of P's."""
+    larger = (("block_size", 64),)
+    p, d = fleet.get(
+        EngineSpec(f"P-{model}-64", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), larger, model),
+        EngineSpec(f"D-{model}-32", "D", transfer(LAYERWISE), model=model),
+    )
+    reference = Reference(p)
+    for length, order in WINDOW_CASES:
+        handoff = send(p, d, prompt(length, seed=113), order)
+        check_tokens(handoff.outcome(), reference)
+        assert handoff.push().outcome == "completed"
 
 
 @pytest.mark.parametrize(("order", "lengths"), [("early", (1, 33, 257, 1100)), ("late", (33, 257))])
