@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -174,6 +175,21 @@ def test_a_living_agent_is_reconnected_after_a_failed_send() -> None:
     assert watch.due(1.3) == []
     watch.send_failed("A", 1.4)
     assert times(StartProbe, course(watch, 10.0, 1.4)) == [1.1 + BEAT_S]
+
+
+@pytest.mark.parametrize("trouble", ["lost", "cut"])
+def test_reconnection_is_retried_at_each_sign_of_life(trouble: str) -> None:
+    """A reconnection may fail."""
+    watch = watching()
+    if trouble == "lost":
+        watch.send_failed("A", 1.0)
+    else:
+        watch.connection_dropped("A")
+    tries = times(RECONNECT, course(watch, 1.0 + 3 * BEAT_S, 1.0, ALIVE))
+    assert tries == [1.0 + beat * BEAT_S for beat in range(4)]
+    watch.reconnected(["A"])
+    watch.on_message("A", 17.0, speaks_layerpush=True)
+    assert ordered(watch, 17.0 + T / 2 - 1, 17.0) == [PING, PING]
 
 
 def test_a_probe_without_a_verdict_times_out() -> None:

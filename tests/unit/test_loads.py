@@ -345,6 +345,14 @@ def test_parameters_that_differ_on_p_are_logged_once(caplog: pytest.LogCaptureFi
     assert all(f"prefill engine {P.engine_id} samples" in line for line in lines)
 
 
+def test_a_load_does_not_wait_for_a_token_that_p_did_not_promise() -> None:
+    world = World()
+    world.awaits(sampling="greedy")
+    world.receives(Accepted("r"))
+    world.receives(Completion("r", 1))
+    assert world.reports == ["first token not_promised", "loaded"]
+
+
 def test_an_unrequested_first_token_is_ignored() -> None:
     world = World()
     world.awaiting("p-0")
