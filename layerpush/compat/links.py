@@ -153,11 +153,10 @@ def _region_blocks(worker: NixlPushConnectorWorker, engine_id: str) -> tuple[int
 
 
 def has_equal_blocks(worker: NixlPushConnectorWorker, engine_id: str) -> bool:
-    """Whether a block of ours is a whole block of the decode engine's, not a part of it nor one rank's heads."""
+    """Whether a block of ours is a whole block of the decode engine's, not one rank's heads of it."""
     assert worker.transfer_topo is not None
     remote = worker.transfer_topo.get_engine_info(engine_id)
-    same_heads = worker.use_mla or worker.transfer_topo.tp_ratio(remote.remote_tp_size) == 1
-    return bool(same_heads and size_difference(worker, remote) is None)
+    return bool(worker.use_mla or worker.transfer_topo.tp_ratio(remote.remote_tp_size) == 1)
 
 
 def agent_name(name: str | bytes) -> str:

@@ -358,7 +358,7 @@ def test_p_frees_its_blocks_when_d_does_not_load_them(engine: Build, why: str, o
     if why == "no handshake":
         worker.compat_hash = "of another model"
     elif why == "a misfit":
-        worker.block_size = 2 * worker.block_size
+        worker.mismatch = lambda engine_id: f"engine {engine_id!r} does not fit"
     else:
         request.skip_reading_prefix_cache = True
     d.step()

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from bench.forward.models import MODELS
 from layerpush.compat.cache_layout import layer_bytes
 from layerpush.core.config import LayerPushConfig
+from layerpush.core.pieces import Pieces
 from layerpush.engine.worker import gathering
 from layerpush.engine.worker.gathering import ALLOCATED_BYTES, WorkerGathering, default_bytes
 from layerpush.transport.base import Route
@@ -200,12 +201,13 @@ def test_only_whole_blocks_are_gathered(
 
 
 def test_a_link_without_gathering_stays_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No staging memory, blocks that do not fit, several ranks."""
+    """No staging memory, blocks that do not fit, several ranks, pieces of blocks."""
     routes = tuple(Route(f"d-{rank}", rank, "cache", "their cache") for rank in range(2))
     for config, link in (
         ({"packing": "off"}, Link("D", routes[:1], (BLOCKS, BLOCKS))),
         ({}, Link("D", (), (), refusal="another block size")),
         ({}, Link("D", routes, (BLOCKS, BLOCKS), share=0.5)),
+        ({}, Link("D", routes[:1], (BLOCKS, BLOCKS), pieces=Pieces(16, 2, 1, 2, 1, (1, 1)))),
     ):
         assert Place(monkeypatch, **config).start().with_gathering(link) is link
 

@@ -132,7 +132,7 @@ class WorkerGathering:
         """``link``, with a route from our ring into the decode engine's cache if there is one."""
         if self.strategy is None or link.refusal is not None or len(link.routes) != 1:
             return link
-        if not has_equal_blocks(self._worker, link.engine_id):
+        if link.pieces is not None or not has_equal_blocks(self._worker, link.engine_id):
             return link
         return replace(link, gathered=replace(link.routes[0], local_descriptors=self._blocks))
 
