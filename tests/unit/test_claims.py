@@ -303,6 +303,16 @@ def test_a_stock_d_gets_no_layerpush_message() -> None:
     assert world.received() == []
 
 
+def test_a_taken_registration_can_be_cancelled_and_is_not_kept_again() -> None:
+    world, wanted = World(), asks()
+    world.receives(wanted)
+    assert world.take_registration() == wanted
+    world.receives(wanted, "d-1")
+    assert world.take_registration("a/q") is None
+    world.cancels(wanted)
+    assert world.writer.cancelled == [("a/p", ("D", "a/d"))]
+
+
 @pytest.mark.parametrize("begun", [True, False])
 def test_the_first_registration_counts_for_all_ranks(begun: bool) -> None:
     world = World(*(["a/p", "a/q"] if begun else []))
@@ -507,7 +517,31 @@ def test_a_claim_that_is_too_old_is_not_taken() -> None:
     assert waiting(world) == ["b/d"]
 
 
+def test_equal_ids_of_two_engines_are_two_claims() -> None:
+    world = World()
+    world.receives(asks())
+    world.receives(asks(engine="E"), "e-0")
+    assert world.claims.pending == 2
+    world.cancels(asks())
+    assert world.take_registration() == asks(engine="E")
+
+
 # Cancelled registrations.
+
+
+def test_a_cancel_before_the_request_drops_the_registration() -> None:
+    world, wanted = World(), asks()
+    world.receives(wanted)
+    assert not world.is_unwanted()
+    world.received()
+    world.cancels(wanted)
+    assert world.received() == [Cancelled("a/d")]
+    assert world.take_registration() is None
+    world.begin("a/q")
+    world.receives(wanted, "d-1")
+    assert world.received() == [Cancelled("a/d")], "a late rank gets the answer, too"
+    assert world.pushes == {}
+    assert [world.is_unwanted(name) for name in ("b/p", "a/p", "a/p")] == [False, True, False]
 
 
 @pytest.mark.parametrize("after", ["it is old", "the request was aborted"])
@@ -561,7 +595,25 @@ def test_an_engine_cannot_cancel_registrations_of_another() -> None:
     assert len(world.writer.cancelled) == 1
 
 
+def test_a_rank_may_cancel_after_a_late_registration() -> None:
+    """Its answer may have been lost, and it repeats the cancel until it gets one."""
+    world = World()
+    wanted = world.served()
+    world.fails(wanted, "cut off")
+    world.mail.taken()
+    world.network.connected["D"] = ("d-0",)
+    world.receives(wanted, "d-1")
+    world.cancels(wanted, "d-1")
+    assert world.received("d-0") == [failure("cut off"), Cancelled("a/d")]
+
+
 # Failed pushes.
+
+
+def test_an_undrained_failure_does_not_answer_the_cancel() -> None:
+    world = World()
+    world.fails(world.served(), "it hangs", drained=False, cancelled=True)
+    assert world.received() == [failure("it hangs", drained=False)]
 
 
 def test_a_long_reason_is_cut_short() -> None:
@@ -912,6 +964,17 @@ def test_a_stock_engine_gets_no_answers() -> None:
     assert world.network.handshakes == []
 
 
+@pytest.mark.parametrize("registered", ["before the abort", "after it"])
+def test_a_stock_registration_is_kept_after_an_abort(registered: str) -> None:
+    world = World()
+    if registered == "before the abort":
+        world.fails(world.served(STOCK), "aborted")
+    world.ends("a/p")
+    if registered == "after it":
+        world.receives(STOCK)
+    assert world.take_registration("a/q") == STOCK
+
+
 @pytest.mark.parametrize(("reason", "drained"), [("cut off", True), ("aborted", False)])
 def test_a_stock_registration_is_dropped_after_other_failures(reason: str, drained: bool) -> None:
     world = World()
@@ -996,6 +1059,14 @@ def test_a_different_registration_replaces_a_waiting_one() -> None:
     assert world.peer_errors.counts == {}
 
 
+def test_the_sender_of_the_older_registration_does_not_confirm_the_newer() -> None:
+    world = World()
+    world.receives(FIRST, "d-0")
+    world.receives(SECOND, "d-1")
+    world.network.connected["D"] = ("d-0",)
+    assert (world.is_current(FIRST), world.is_current(SECOND)) == (False, False)
+
+
 def test_a_different_registration_is_refused_during_the_push() -> None:
     world = World()
     world.served(FIRST)
@@ -1009,6 +1080,23 @@ def test_a_different_registration_is_refused_during_the_push() -> None:
     assert world.received() == [Accepted("a/d")], "the older one has not failed"
     world.cancels(FIRST)
     assert world.writer.cancelled == [("a/p", FIRST.key)]
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled", "completed"])
+def test_a_reused_id_starts_without_the_earlier_result(end: str) -> None:
+    """The end of the id's earlier request does not count."""
+    world = World()
+    world.served(FIRST)
+    if end == "failed":
+        world.fails(FIRST, "cut off")
+    elif end == "cancelled":
+        world.cancels(FIRST)
+    world.closes(FIRST)
+    world.received()
+    world.receives(SECOND)
+    assert world.received() == [Accepted("a/d")]
+    assert world.take_registration("a/q") == SECOND
+    assert world.peer_errors.counts == {}
 
 
 def test_a_ping_is_answered_only_for_a_known_agent() -> None:
@@ -1495,6 +1583,13 @@ def test_a_decline_releases_a_finished_request(caplog: pytest.LogCaptureFixture)
     assert world.received() == [], "D does not wait for an answer"
 
 
+@pytest.mark.parametrize("begun", [["a/p"], []])
+def test_a_decline_releases_an_unfinished_request_later(begun: list[str]) -> None:
+    world = World(*begun)
+    world.claims.on_decline(declined(), world.now)
+    assert [world.is_unwanted(name) for name in ("b/p", "a/p", "a/p")] == [False, True, False]
+
+
 def test_a_decline_keeps_another_prompt_of_the_same_id() -> None:
     world = World("a/p", digests={"a/p": "one"})
     world.writer.finished = {"a/p"}
@@ -1630,6 +1725,56 @@ def test_a_registration_can_be_taken_back_before_its_push_begins() -> None:
     world.receives(asks(layerpush=2))
     world.takes_back(asks(layerpush=2))
     assert world.take_registration() == again
+
+
+def test_a_registration_that_was_overtaken_is_not_served() -> None:
+    world = World()
+    world.comes("a/p", "one")
+    world.takes_back(asks(layerpush=2))
+    world.receives(asks(layerpush=2))
+    assert set(world.received()) == {Unregistered("a/d", 0)}
+    assert world.take_registration() is None
+
+
+def test_a_push_that_has_begun_goes_on() -> None:
+    world = World("a/p")
+    world.receives(asks(layerpush=2))
+    world.received()
+    world.takes_back(asks(layerpush=2))
+    assert world.received() == []
+    assert world.writer.cancelled == []
+
+
+def test_a_failure_is_not_forgotten_when_the_registration_is_taken_back() -> None:
+    world = World()
+    world.receives(asks(layerpush=2))
+    world.ends("a/p")
+    world.received()
+    world.takes_back(asks(layerpush=2))
+    assert [type(message) for message in world.received()] == [Fail]
+
+
+def test_a_decline_counts_after_the_registration_was_taken_back() -> None:
+    world = World("a/p")
+    world.writer.unclaimed = []
+    world.receives(asks(layerpush=2))
+    world.takes_back(asks(layerpush=2))
+    world.claims.on_decline(Decline("a/d", "D"), world.now)
+    assert world.is_unwanted()
+
+
+def test_a_cancel_counts_for_a_later_attempt() -> None:
+    """It may overtake the registration of the attempt that D had begun before it cancelled."""
+    world = full("b/p")
+    world.takes_back(asks(layerpush=2))
+    world.cancels(asks(layerpush=2))
+    again = msgspec.structs.replace(asks(layerpush=2, blocks=(7, 8)), attempt=1)
+    world.received()
+    world.receives(again)
+    world.receives(asks(layerpush=2))
+    world.receives(again, "d-1")
+    assert world.received() == [Cancelled("a/d")] * 3
+    assert world.take_registration() is None
 
 
 def test_a_stranger_takes_no_registration_back() -> None:

@@ -33,6 +33,24 @@ def test_a_connected_engine_is_reached_at_once() -> None:
     assert fakes.network.handshakes == []
 
 
+def test_an_unconnected_engine_is_reached_after_the_handshake() -> None:
+    fakes, first, second = FakePeers(), Outcomes(), Outcomes()
+    fakes.connections.reach(D, first, 0.0)
+    fakes.connections.reach(D, second, 0.0)
+    fakes.settle()
+    assert (first, fakes.connections.address("D")) == ([], None)
+    fakes.network.answer("D", "d-0", "d-1")
+    assert first == [], "the handshake's thread is not ours"
+    fakes.settle()
+    assert first == second == [None]
+    assert first.at == fakes.now
+    assert fakes.network.handshakes == [D]
+    assert fakes.connections.address("D") == D
+    assert fakes.connections.agents("D") == {"d-0": (0, 0), "d-1": (0, 1)}
+    fakes.connections.forget("D")
+    assert not fakes.connections.agents("D")
+
+
 def test_a_failed_handshake_is_retried_before_its_last_error_is_reported() -> None:
     fakes, outcomes = FakePeers(), Outcomes()
     fakes.connections.reach(D, outcomes, fakes.now)
@@ -115,6 +133,15 @@ def test_a_connected_engine_is_not_reached_under_a_forbidden_host() -> None:
     assert outcomes != [None]
 
 
+def test_a_broadcast_reaches_every_rank() -> None:
+    fakes = FakePeers()
+    fakes.network.listening["D"] = ("d-0", "d-1")
+    fakes.connections.broadcast(D, PING, fakes.now)
+    assert fakes.mail.sent == []
+    fakes.settle()
+    assert fakes.mail.sent == [("d-0", PING), ("d-1", PING)]
+
+
 @pytest.mark.parametrize("engines", [1, 18], ids=["one engine", "as many engines"])
 def test_few_broadcasts_wait_for_handshakes(
     engines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -176,6 +203,21 @@ def _broken(agent: str, payload: bytes) -> None:
     raise ZeroDivisionError  # a defect is no dead peer
 
 
+def test_a_forgotten_engine_is_connected_again() -> None:
+    fakes, outcomes = FakePeers(), Outcomes()
+    fakes.network.listening["D"] = ("d-0",)
+    fakes.connections.reach(D, outcomes, fakes.now)
+    fakes.settle()
+    fakes.connections.forget("D")
+    assert (fakes.network.forgotten, fakes.connections.address("D"), fakes.connections.agents("D")) == (["D"], None, {})
+    fakes.network.listening["D"] = ("d-new",)
+    moved = Address("D", "10.0.0.8", 5600, 1)
+    fakes.connections.reach(moved, outcomes, fakes.now)
+    fakes.settle()
+    assert outcomes == [None, None]
+    assert (fakes.connections.address("D"), fakes.connections.agents("D")) == (moved, {"d-new": (0, 0)})
+
+
 ELSEWHERE = Address("D", "10.9.9.9", 1, tp_size=2)
 
 
@@ -200,6 +242,22 @@ def test_a_request_joins_a_handshake_that_vllm_began() -> None:
     assert fakes.connections.address("D") == ELSEWHERE
 
 
+def test_a_heartbeat_handshake_at_the_same_address_counts_as_a_try() -> None:
+    """vLLM prepares descriptors for it, and we do not."""
+    fakes, outcomes = FakePeers(), Outcomes()
+    load = replace(D, notify_only=True)
+    fakes.network.handshake(D)
+    fakes.connections.reach(load, outcomes, fakes.now)
+    for _ in range(TRIES):
+        assert outcomes == []
+        fakes.network.reject("D", OSError("refused"))
+        fakes.settle()
+        fakes.now += RETRY_S
+        fakes.network.handshake(D)
+        fakes.settle()
+    assert len(outcomes) == 1
+
+
 def test_a_request_that_joins_a_handshake_does_not_change_its_address() -> None:
     """A handshake proves the address of the caller that began it, and no other."""
     fakes, outcomes = FakePeers(), Outcomes()
@@ -210,6 +268,18 @@ def test_a_request_that_joins_a_handshake_does_not_change_its_address() -> None:
     assert outcomes == [None, None]
     assert fakes.connections.address("D") == D
     assert fakes.network.handshakes == [D]
+
+
+def test_the_address_of_a_failed_handshake_is_forgotten() -> None:
+    fakes, outcomes = FakePeers(), Outcomes()
+    fakes.connections.reach(ELSEWHERE, outcomes, fakes.now, tries=1)
+    fakes.network.reject("D", OSError("refused"))
+    fakes.settle()
+    fakes.network.listening["D"] = ("d-0", "d-1")
+    fakes.connections.reach(D, outcomes, fakes.now, tries=1)
+    fakes.settle()
+    assert outcomes[1:] == [None]
+    assert fakes.connections.address("D") == D
 
 
 @pytest.mark.parametrize("when", ["connected", "connecting"])
@@ -282,3 +352,18 @@ def test_a_shared_handshake_counts_as_a_try_for_each_request() -> None:
         fakes.settle()
     assert [len(first), len(second)] == [1, 1]
     assert len(fakes.network.handshakes) == TRIES
+
+
+def test_a_callback_may_reach_the_engine_again() -> None:
+    """The callback of one ``reach`` starts another, as a load does that finds a dead connection."""
+    fakes, outcomes = FakePeers(), Outcomes()
+
+    def again(error: str | None, now: float) -> None:
+        fakes.connections.forget("D")
+        fakes.connections.reach(D, outcomes, now)
+
+    fakes.network.listening["D"] = ("d-0",)
+    fakes.connections.reach(D, again, fakes.now)
+    fakes.settle()
+    assert outcomes == [None]
+    assert len(fakes.network.handshakes) == 2

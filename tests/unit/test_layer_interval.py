@@ -31,6 +31,14 @@ def test_one_layer_gives_no_interval() -> None:
     assert paced(LAYER_S, 1).seconds is None
 
 
+def test_time_between_steps_does_not_count() -> None:
+    pace = paced(LAYER_S)
+    pace.step_begins()
+    pace.layer_ready(200.0)
+    pace.layer_ready(200.0 + LAYER_S)
+    assert pace.seconds == pytest.approx(POLLS_APART * LAYER_S)
+
+
 def test_the_interval_adapts_to_shorter_steps() -> None:
     pace = paced(LAYER_S)
     pace.step_begins()

@@ -87,10 +87,24 @@ def test_a_silent_agent_is_probed_after_half_the_timeout_and_reported_once() -> 
     assert times(PING, seen) == [BEAT_S * beat for beat in range(1, 13)]
 
 
+def test_a_second_silence_is_reported_again() -> None:
+    watch = watching()
+    assert times(SILENT, course(watch, 30.0)) == [T]
+    watch.on_message("A", 30.0, speaks_layerpush=True)
+    assert times(SILENT, course(watch, 100.0, 30.0)) == [30.0 + T]
+
+
 def test_a_pause_of_this_process_is_not_silence_of_the_agent() -> None:
     watch = watching()
     assert watch.due(10 * T) == [PING, PROBE]
     assert times(SILENT, course(watch, 20 * T, 10 * T)) == [10 * T + T - BEAT_S]
+
+
+def test_a_session_added_during_a_silence_has_its_own_timeout() -> None:
+    watch = watching()
+    assert times(SILENT, course(watch, 25.0)) == [T]
+    watch.await_agents("P", ["A"], 25.0)
+    assert times(SILENT, course(watch, 100.0, 25.0)) == [25.0 + T]
 
 
 def test_an_unidentified_agent_gets_heartbeats_and_is_never_reported_silent() -> None:
@@ -163,6 +177,60 @@ def test_probes_alone_do_not_prove_a_death() -> None:
     assert orders.count(SILENT) == 1
 
 
+@pytest.mark.parametrize("between", ["a word", "another verdict"])
+def test_evidence_against_a_death_restarts_the_proof(between: str) -> None:
+    watch = watching()
+    watch.send_failed("A", 1.0)
+    watch.due(1.0)
+    watch.probe_ended("P", "A", ENDED, 1.0)
+    now = 1.0 + PROBE_GAP_S
+    if between == "a word":
+        watch.on_message("A", 1.1, speaks_layerpush=True)
+    else:
+        assert PROBE in watch.due(now)
+        watch.probe_ended("P", "A", UNKNOWN, now)
+    watch.send_failed("A", now)
+    orders = ordered(watch, now + T, now, ENDED)
+    assert orders[: orders.index(GONE)].count(PROBE) == 2
+
+
+def test_an_unanswered_probe_is_no_evidence_against_a_death() -> None:
+    watch = watching()
+    watch.send_failed("A", 1.0)
+    watch.due(1.0)
+    watch.probe_ended("P", "A", ENDED, 1.0)
+    assert PROBE in watch.due(2.0)
+    assert PROBE in watch.due(2.0 + PROBE_LOST_S)
+    watch.probe_ended("P", "A", ENDED, 2.1 + PROBE_LOST_S)
+    assert GONE in watch.due(2.1 + PROBE_LOST_S)
+
+
+def test_a_probe_started_before_a_message_proves_no_death() -> None:
+    watch = watching()
+    watch.send_failed("A", 1.0)
+    assert PROBE in watch.due(1.0)
+    watch.on_message("A", 1.1, speaks_layerpush=True)
+    watch.probe_ended("P", "A", ENDED, 1.2)
+    watch.send_failed("A", 1.3)
+    now = 1.2 + BEAT_S
+    assert PROBE in watch.due(now)
+    watch.probe_ended("P", "A", ENDED, now)
+    assert GONE not in watch.due(now)
+
+
+def test_an_unrequested_verdict_is_ignored() -> None:
+    watch = watching("A", "B")
+    watch.send_failed("A", 1.0)
+    for now in (1.0, 2.0, 3.0):
+        watch.probe_ended("P", "A", ENDED, now)
+    watch.probe_ended("Q", "A", ENDED, 3.0)
+    assert watch.due(3.0) == [PROBE]
+    watch.probe_ended("P", "B", ENDED, 3.0)
+    watch.probe_ended("P", "A", ENDED, 3.0)
+    watch.probe_ended("P", "A", ENDED, 4.0)
+    assert GONE not in watch.due(4.0)
+
+
 def test_a_living_agent_is_reconnected_after_a_failed_send() -> None:
     watch = watching("A", "B")
     watch.send_failed("A", 1.0)
@@ -175,6 +243,36 @@ def test_a_living_agent_is_reconnected_after_a_failed_send() -> None:
     assert watch.due(1.3) == []
     watch.send_failed("A", 1.4)
     assert times(StartProbe, course(watch, 10.0, 1.4)) == [1.1 + BEAT_S]
+
+
+@pytest.mark.parametrize("cure", ["a word", "a connection", "neither"])
+def test_a_failed_send_is_evidence_until_a_message_or_a_reconnection(cure: str) -> None:
+    watch = watching()
+    watch.send_failed("A", 1.0)
+    watch.due(1.0)
+    watch.probe_ended("P", "A", ALIVE, 1.0)
+    assert ordered(watch, 1.1, 1.0) == [RECONNECT]
+    if cure == "a word":
+        watch.on_message("A", 1.1, speaks_layerpush=True)
+    elif cure == "a connection":
+        watch.reconnected(["A"])
+    seen = ordered(watch, 30.0, 1.1, ENDED)
+    assert seen.count(PROBE) >= 2
+    assert (GONE in seen) == (cure == "neither")
+    assert RECONNECT not in seen
+
+
+@pytest.mark.parametrize("sign", ["a word", "a connection to others"])
+def test_weak_signs_after_a_dropped_connection_do_not_prevent_a_gone_report(sign: str) -> None:
+    """A message may be older than the failed send, and no later send can fail."""
+    watch = watching()
+    watch.send_failed("A", 1.0)
+    watch.connection_dropped("A")
+    if sign == "a word":
+        watch.on_message("A", 1.1, speaks_layerpush=True)
+    else:
+        watch.reconnected(["the next process"])
+    assert GONE in ordered(watch, 30.0, 1.1, ENDED)
 
 
 @pytest.mark.parametrize("trouble", ["lost", "cut"])
@@ -190,6 +288,48 @@ def test_reconnection_is_retried_at_each_sign_of_life(trouble: str) -> None:
     watch.reconnected(["A"])
     watch.on_message("A", 17.0, speaks_layerpush=True)
     assert ordered(watch, 17.0 + T / 2 - 1, 17.0) == [PING, PING]
+
+
+def test_an_agent_whose_connection_we_dropped_is_never_reported_gone() -> None:
+    """Our own act proves no death, even if the side channel says that the process has ended."""
+    watch = watching()
+    watch.connection_dropped("A")
+    orders = []
+    for _, order in course(watch, 3 * T, 1.0, ENDED):
+        orders.append(order)
+        if isinstance(order, SendPing):
+            watch.connection_dropped("A")
+    assert orders.count(PROBE) > 2
+    assert GONE not in orders
+
+
+def test_a_new_connection_does_not_revive_a_dead_agent() -> None:
+    watch = watching("A", "B")
+    watch.send_failed("A", 1.0)
+    watch.send_failed("B", 1.0)
+    for now in (1.0, 2.0):
+        assert PROBE in watch.due(now)
+        watch.probe_ended("P", "A", ENDED, now)
+        watch.due(now)
+        watch.probe_ended("P", "B", UNKNOWN, now)
+    watch.reconnected(["A", "B", "nobody"])
+    assert ordered(watch, 10.0, 2.0).count(GONE) <= 1
+    assert "A" not in {getattr(order, "agent", None) for order in ordered(watch, 30.0, 10.0)}
+
+
+def test_an_engine_has_one_probe_at_a_time_and_every_agent_gets_a_turn() -> None:
+    watch = watching("A", "B", "C")
+    watch.await_agents("Q", ["D"], 0.0)
+    for agent in "ABCD":
+        watch.send_failed(agent, 1.0)
+    assert watch.due(1.0) == [PROBE, StartProbe("Q", "D")]
+    assert watch.due(2.0) == []
+    watch.probe_ended("P", "A", UNKNOWN, 3.0)
+    assert watch.due(3.0) == [StartProbe("P", "B")]
+    watch.probe_ended("P", "B", ENDED, 3.0)
+    assert [order for order in watch.due(3.0) if isinstance(order, StartProbe)] == [StartProbe("P", "C")]
+    watch.probe_ended("P", "C", UNKNOWN, 3.1)
+    assert watch.due(3.0 + PROBE_GAP_S) == [StartProbe("P", "B")]
 
 
 def test_a_probe_without_a_verdict_times_out() -> None:
@@ -213,6 +353,30 @@ def test_sessions_are_counted() -> None:
     watch.probe_ended("P", "A", ENDED, 9.0)
     assert (len(watch), watch.due(100.0)) == (0, [])
     assert not any([watch._engines, watch._engine_of])
+
+
+def test_a_removed_agent_that_returns_is_watched_from_the_start() -> None:
+    watch = watching()
+    watch.send_failed("A", 1.0)
+    watch.due(1.0)
+    watch.release_agents("P", ["A"])
+    watch.probe_ended("P", "A", ENDED, 1.1)
+    watch.await_agents("P", ["A"], 50.0)
+    assert watch.next_due(50.0) == 50.0 + BEAT_S
+    watch.probe_ended("P", "A", ALIVE, 50.0)
+    assert watch.due(50.0) == []
+
+
+def test_a_session_added_after_a_death_gets_the_gone_report() -> None:
+    watch = watching()
+    watch.send_failed("A", 1.0)
+    for now in (1.0, 1.0 + PROBE_GAP_S):
+        assert PROBE in watch.due(now)
+        watch.probe_ended("P", "A", ENDED, now)
+    assert GONE in watch.due(2.0)
+    watch.on_message("A", 2.0, speaks_layerpush=True)
+    watch.await_agents("P", ["A"], 3.0)
+    assert (watch.next_due(3.0), watch.due(3.0), watch.next_due(3.0)) == (3.0, [GONE], None)
 
 
 class WatchMachine(RuleBasedStateMachine):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from layerpush.core.wire import Accepted, Cancelled, Completion, Fail
 from layerpush.decode.load_session import RETRY_S
+from layerpush.telemetry.metrics.catalog import LOADS
 from layerpush.telemetry.trace_records import LoadRecord
+from tests.support.measured import measured
 from tests.unit.test_loads import PATIENCE_S, World, registration
 
 
@@ -33,6 +35,18 @@ def test_a_completed_load_has_a_record_with_its_times() -> None:
     assert (record.t_awaited, record.t_registered, record.t_accepted) == (100.0, 100.0, 101.0)
     assert (record.t_settled, record.t_reported) == (103.0, 103.0)
     assert (record.t_parked, record.t_cleared) == (None, None)
+
+
+def test_a_load_is_recorded_and_counted_before_the_engine_can_report_it() -> None:
+    """The engine's main thread may take the load at once, and its report has the record's times. The engine may stop
+    stepping then, and so its reports.
+    """
+    world = RecordedWorld()
+    noted: list[tuple[int, int]] = []
+    world.engine.on_report = lambda _, __: noted.append((len(world.records), measured(world.recorder).counted(LOADS)))
+    world.awaits()
+    world.receives(Completion("r", 1))
+    assert noted == [(1, 1)]
 
 
 def test_the_registration_time_is_the_time_of_sending() -> None:
@@ -73,6 +87,23 @@ def test_the_record_of_a_failed_load_has_the_reason() -> None:
     world.awaiting("p-0")
     world.receives(Fail("r", 0, "a WRITE failed", True))
     assert (world.record.outcome, world.record.reason) == ("failed", "a WRITE failed")
+
+
+def test_an_aborted_load_is_recorded_as_cancelled() -> None:
+    world = RecordedWorld()
+    world.awaiting("p-0")
+    world.loads.abort("r", "aborted", world.now)
+    world.receives(Cancelled("r"))
+    assert (world.record.outcome, world.record.reason) == ("cancelled", "aborted")
+
+
+def test_a_refused_load_is_recorded_as_failed() -> None:
+    world = RecordedWorld()
+    world.engine.known.add("r")
+    world.loads.refuse("r", "it is odd", world.now)
+    world.tick(1.0)
+    assert (world.record.outcome, world.record.reason) == ("failed", "it is odd")
+    assert (world.record.t_settled, world.record.t_reported, world.record.t_registered) == (100.0, 101.0, None)
 
 
 def test_a_parked_load_has_a_second_record_when_its_blocks_are_free() -> None:

@@ -78,6 +78,16 @@ def test_the_wait_for_a_promised_token_is_bounded() -> None:
     assert session.handle(Tick(), 15.0) == [ReportLoaded("late")]
 
 
+def test_a_timed_out_load_parks_its_blocks_until_every_rank_has_ended() -> None:
+    session = waiting("A", "B")
+    assert session.handle(TimedOut("why"), 10.0) == [SendCancel(("A", "B"))]
+    assert session.handle(Tick(), 14.5) == [SendCancel(("A", "B"))]
+    assert session.handle(Tick(), 15.0) == [Park("why")]
+    assert session.handle(Tick(), 16.5) == [SendCancel(("A", "B"))]
+    assert session.handle(AgentCancelled("A"), 17.0) == []
+    assert session.handle(AgentCompleted("B", 2), 600.0) == [Clear()]
+
+
 def test_a_registration_needs_an_agent() -> None:
     with pytest.raises(IllegalTransitionError, match="d-1: registered with nobody"):
         LoadSession("d-1", PATIENCE_S).handle(Registered(frozenset()), 0.0)

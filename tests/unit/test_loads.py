@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -32,7 +32,7 @@ from layerpush.core.wire import (
 )
 from layerpush.decode import early_messages
 from layerpush.decode.early_messages import KEPT_S, LoadMessage
-from layerpush.decode.load_session import RETRY_S, LoadSession
+from layerpush.decode.load_session import RETRY_S, TOKEN_WAIT_S, LoadSession
 from layerpush.decode.loads import Loads
 from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
@@ -124,14 +124,16 @@ class Engine:
     reports.
     """
 
-    engine_id, tp_rank, world_size = "D", 0, 1
+    engine_id, tp_rank = "D", 0
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
         self.records: list[LoadRecord] = []
         self.known: set[str] = set()
         self.misfit: str | None = None
         self.declined: list[Decline] = []
         self.reports: list[tuple[str, str]] = []
+        self.on_report: Callable[[str, str], None] = lambda _, __: None
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.known
@@ -147,20 +149,21 @@ class Engine:
     def loaded(self, completions: Sequence[bytes]) -> None:
         messages = [read(completion) for completion in completions]
         assert all(isinstance(message, Completion) for message in messages)
+        self.completions = messages
         (request_id,) = {message.request_id for message in messages if isinstance(message, Completion)}
-        self.reports.append(("loaded", request_id))
+        self._note("loaded", request_id)
 
     def failed(self, request_id: str) -> None:
-        self.reports.append(("failed", request_id))
+        self._note("failed", request_id)
 
     def report(self, news: LoadNews) -> None:
         match news:
             case LoadToken():
-                self.reports.append((f"first token {news.token}", news.request_id))
+                self._note(f"first token {news.token}", news.request_id)
             case LoadParked():
-                self.reports.append(("parked", news.request_id))
+                self._note("parked", news.request_id)
             case LoadCleared():
-                self.reports.append(("cleared", news.request_id))
+                self._note("cleared", news.request_id)
             case _:
                 assert isinstance(news, LoadCompleted)
 
@@ -170,15 +173,25 @@ class Engine:
     def add(self, record: LoadRecord) -> None:
         self.records.append(record)
 
+    def _note(self, what: str, request_id: str) -> None:
+        self.reports.append((what, request_id))
+        self.on_report(what, request_id)
+
 
 class World(FakePeers):
-    """``ranks`` of prefill engine P, and a decode engine of one rank."""
+    """``ranks`` of prefill engine P, and a decode rank of an engine of ``world_size``."""
 
-    def __init__(self, ranks: int = 1, allowed: tuple[str, ...] | None = None, scripted: bool = True) -> None:
+    def __init__(
+        self,
+        ranks: int = 1,
+        world_size: int = 1,
+        allowed: tuple[str, ...] | None = None,
+        scripted: bool = True,
+    ) -> None:
         super().__init__(allowed)
         self.agents = tuple(f"p-{rank}" for rank in range(ranks))
         self.network.listening = {"P": self.agents}
-        self.watch, self.engine = ScriptedWatch(), Engine()
+        self.watch, self.engine = ScriptedWatch(), Engine(world_size)
         self.peer_errors = PeerErrors(logging.getLogger("test"))
         self.recorder = Recorder()
         watch = self.watch if scripted else liveness.PeerWatch(PATIENCE_S)
@@ -205,8 +218,12 @@ class World(FakePeers):
         if message is None:
             self.loads.on_pong(agent, self.now)
         else:
-            self.loads.on_message(agent, message, payload_of(message), self.now)
+            self.receives_before_tick(message, agent)
         self.tick()
+
+    def receives_before_tick(self, message: LoadMessage, agent: str = "p-0") -> None:
+        """As ``receives``, without the tick."""
+        self.loads.on_message(agent, message, payload_of(message), self.now)
 
     def orders(self, *orders: PeerAction) -> None:
         self.watch.orders = list(orders)
@@ -296,6 +313,28 @@ def test_a_dead_connection_is_replaced() -> None:
     assert len(world.loads) == 2
 
 
+def test_a_second_dead_connection_fails_the_load() -> None:
+    world = World()
+    world.mail.lost = {"p-0"}
+    world.awaits()
+    world.tick()
+    assert len(world.network.handshakes) == 2
+    assert world.reports == ["failed"]
+    assert world.is_over()
+
+
+def test_registered_ranks_get_a_cancel_if_another_rank_is_unreachable() -> None:
+    world = World(ranks=2)
+    world.mail.lost = {"p-1"}
+    world.awaits()
+    assert [agent for agent, _ in world.mail.sent] == ["p-0", "p-0"]
+    assert world.sent()[-1] == ("p-0", cancel_of())
+    assert world.reports == []
+    world.receives(Cancelled("r"))
+    assert world.reports == ["failed"]
+    assert world.is_over()
+
+
 def test_a_load_that_cannot_be_registered_is_not_awaited() -> None:
     world = World()
     with pytest.raises(WireError, match="twice"):
@@ -313,7 +352,84 @@ def test_a_load_that_cannot_be_registered_is_not_awaited() -> None:
 # Completions.
 
 
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "world_size", "needed"),
+    [(1, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 1), (1, 1, 2, 1), (4, 1, 2, 2), (1, 2, 1, 2)],
+)
+def test_a_load_needs_a_completion_from_every_rank_that_writes_here(
+    tp_size: int, pp_size: int, world_size: int, needed: int
+) -> None:
+    world = World(tp_size * pp_size, world_size)
+    world.engine.known = {"r"}
+    world.loads.register(registration(), Address("P", "10.0.0.5", 5600, 1, pp_size), EXTRA, world.now)
+    world.settle()
+    for rank in range(needed):
+        assert world.reports == []
+        world.receives(Completion("r", tp_size), f"p-{rank}")
+    assert world.reports == ["loaded"]
+    assert world.engine.completions == [Completion("r", tp_size)] * needed
+    assert world.is_over()
+
+
+def test_a_repeated_completion_of_a_rank_counts_once() -> None:
+    world = World(ranks=2)
+    world.awaiting()
+    for _ in range(3):
+        world.receives(Completion("r", 2), "p-0")
+    assert world.reports == []
+    world.receives(Completion("r", 2), "p-1")
+    world.receives(Completion("r", 2), "p-1")
+    assert world.reports == ["loaded"]
+    assert len(world.engine.completions) == 2
+
+
+def test_messages_from_an_unregistered_agent_are_ignored() -> None:
+    world = World()
+    world.awaiting("p-0")
+    for word in (Completion("r", 1), Cancelled("r"), Fail("r", 0, "no", True), Accepted("r")):
+        world.receives(word, "x-0")
+    assert world.reports == []
+    assert world.peer_errors.counts == {"foreign status": 4}
+    world.receives(Completion("r", 1))
+    assert world.reports == ["loaded"]
+
+
+@pytest.mark.parametrize("outcome", ["loaded", "failed"])
+@pytest.mark.parametrize("step_s", [KEPT_S, 100 * KEPT_S])
+def test_a_long_step_does_not_lose_the_outcome_of_a_load(outcome: str, step_s: float) -> None:
+    """The main thread knows of a request after the forward of its step, which may compile for minutes."""
+    world = World()
+    world.awaits(known=False)
+    world.receives(Completion("r", 1) if outcome == "loaded" else Fail("r", 0, "no", True))
+    for _ in range(10):
+        world.tick(step_s / 10)
+    assert world.reports == []
+    assert world.loads.is_waiting
+    world.engine.known = {"r"}
+    world.tick()
+    assert world.reports == [outcome]
+    assert world.is_over()
+
+
 # Early messages: any rank's registration starts the push for all.
+
+
+@pytest.mark.parametrize("connecting", [True, False], ids=["while it connects", "before it was asked for"])
+@pytest.mark.parametrize(("word", "outcome"), [(Completion("r", 1), "loaded"), (Fail("r", 0, "no", True), "failed")])
+def test_an_early_message_is_not_lost(connecting: bool, word: Completion | Fail, outcome: str) -> None:
+    world = World()
+    if connecting:
+        world.network.listening = {}
+        world.awaits()
+        world.receives(word)
+        world.network.answer("P", "p-0")
+    else:
+        world.receives(word)
+        world.awaits()
+    assert world.reports == []
+    world.tick()
+    assert world.reports == [outcome]
+    assert world.is_over()
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["registered", "before it was asked for"])
@@ -332,6 +448,22 @@ def test_a_completion_over_bytes_that_the_device_may_not_see_fails_the_load(
     assert "KV load of r from P failed: no flush" in caplog.text
     assert not any(world.watch.speaking.values())
     assert world.is_over()
+
+
+def test_a_promised_token_may_come_late_and_is_ignored_after_the_wait() -> None:
+    for late in (False, True):
+        world = World()
+        world.awaits(sampling="greedy")
+        world.receives(Accepted("r", first_token=True))
+        world.receives(Completion("r", 1))
+        world.tick(0.9 * TOKEN_WAIT_S)
+        assert world.reports == []
+        if late:
+            world.tick(0.2 * TOKEN_WAIT_S)
+        world.receives(FirstToken("r", 7))
+        world.receives(FirstToken("r", 8))
+        assert world.reports == [f"first token {'late' if late else 7}", "loaded"]
+        assert world.is_over(), "no message is kept for a load that is over"
 
 
 def test_parameters_that_differ_on_p_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -363,12 +495,22 @@ def test_an_unrequested_first_token_is_ignored() -> None:
     assert world.reports == ["loaded"]
 
 
+def test_a_first_token_from_an_unregistered_agent_is_ignored() -> None:
+    world = World()
+    world.awaits(sampling="greedy")
+    world.receives(Accepted("r", first_token=True))
+    world.receives(FirstToken("r", 8), "x-0")
+    assert world.peer_errors.counts == {"foreign status": 1}
+    world.receives(FirstToken("r", 7))
+    world.receives(Completion("r", 1))
+    assert world.reports == ["first token 7", "loaded"]
+
+
 def test_a_first_token_before_the_rank_sends_its_registration_is_kept() -> None:
     world = World()
     world.loads.register(registration(sampling="greedy"), P, EXTRA, world.now)
     world.engine.known |= {"r"}
-    token = FirstToken("r", 7)
-    world.loads.on_message("p-0", token, payload_of(token), world.now)
+    world.receives_before_tick(FirstToken("r", 7))
     world.settle()
     world.receives(Completion("r", 1))
     assert world.reports == ["first token 7", "loaded"]
@@ -452,6 +594,57 @@ def test_the_number_of_early_messages_is_bounded(monkeypatch: pytest.MonkeyPatch
 # Giving up.
 
 
+def test_an_abort_sends_cancels_and_waits_for_the_prefill_ranks() -> None:
+    world = World(ranks=2)
+    world.awaiting("p-0", "p-1")
+    world.loads.abort("r", "aborted", world.now)
+    assert world.sent() == [("p-0", cancel_of()), ("p-1", cancel_of())]
+    world.receives(Cancelled("r"), "p-1")
+    world.tick(RETRY_S)
+    assert world.sent() == [("p-0", cancel_of())], "the cancel is repeated"
+    world.tick(100 * PATIENCE_S)
+    assert world.reports == [], "the engine itself holds the blocks meanwhile"
+    world.receives(Fail("r", 0, "it ended", True), "p-0")
+    assert world.reports == ["failed"]
+    assert world.is_over()
+
+
+def test_an_abort_before_the_registration_sends_no_message() -> None:
+    world = World()
+    world.network.listening = {}
+    world.awaits()
+    world.loads.abort("r", "aborted", world.now)
+    world.tick()
+    assert world.reports == ["failed"]
+    world.network.answer("P", "p-0")
+    world.settle()
+    assert world.mail.sent == []
+    assert world.is_over()
+
+
+def test_an_abort_or_timeout_of_an_unknown_or_finished_load_is_ignored() -> None:
+    world = World()
+    world.loads.abort("r", "aborted", world.now)
+    world.loads.time_out("r", "too late", world.now)
+    world.awaiting()
+    world.receives(Completion("r", 1))
+    world.loads.abort("r", "aborted", world.now)
+    world.tick()
+    assert world.reports == ["loaded"]
+
+
+def test_blocks_are_parked_before_the_failure_is_reported() -> None:
+    """The failure is reported only when the engine knows the request, the parking at once."""
+    world = World()
+    world.awaits(known=False)
+    world.loads.time_out("r", "no push", world.now)
+    world.tick(PATIENCE_S)
+    assert world.reports == ["parked"]
+    world.engine.known = {"r"}
+    world.tick()
+    assert world.reports == ["parked", "failed"]
+
+
 def test_a_possibly_stock_prefill_engine_gets_a_quiet_cancel() -> None:
     """It may speak layerpush: the registration, or the answer, may be lost."""
     world = World()
@@ -501,6 +694,15 @@ def test_an_agent_that_speaks_layerpush_gets_pings_and_another_gets_empty_heartb
     assert world.watch.lost_agents == ["p-0"]
 
 
+def test_an_agent_is_lost_if_a_cancel_to_it_fails() -> None:
+    world = World()
+    world.awaiting("p-0")
+    world.mail.lost = {"p-0"}
+    world.loads.abort("r", "aborted", world.now)
+    assert world.watch.lost_agents == ["p-0"]
+    assert world.reports == []
+
+
 def test_every_message_of_an_agent_reaches_the_watch() -> None:
     world = World(ranks=3)
     world.awaiting()
@@ -529,6 +731,45 @@ def test_the_answer_of_the_side_channel_holds_for_the_next_load(verdict: Verdict
     assert world.watch.speaking == {"p-0": speaks}
 
 
+def test_the_silence_of_an_agent_fails_all_its_loads() -> None:
+    world = World(ranks=2)
+    world.awaiting("p-0", "p-1")
+    world.orders(liveness.ReportSilent("p-0", "nothing came"))
+    assert world.sent() == [("p-0", cancel_of()), ("p-1", cancel_of())]
+    world.receives(Cancelled("r"), "p-1")
+    world.tick(PATIENCE_S)
+    assert world.reports == ["parked", "failed"]
+
+
+def test_the_death_of_an_agent_fails_its_loads_without_parking_blocks() -> None:
+    world = World()
+    world.awaiting("p-0")
+    world.awaiting("p-0", request_id="s")
+    world.engine.known = {"r", "s"}
+    world.orders(liveness.ReportGone("P", "p-0", "it has ended"))
+    world.tick()
+    assert sorted(world.engine.reports) == [("failed", "r"), ("failed", "s")]
+    assert world.network.forgotten == ["P"]
+    assert world.is_over()
+
+
+def test_an_order_for_an_ended_session_is_harmless() -> None:
+    """Orders of one look: the first may end the last session of the engine."""
+    world = World(ranks=2)
+    world.awaiting("p-0", "p-1")
+    world.receives(Fail("r", 0, "no", True), "p-1")
+    world.sent()
+    world.orders(
+        liveness.ReportGone("P", "p-0", "it has ended"),
+        liveness.SendPing("P", "p-1", True),
+        liveness.StartProbe("P", "p-1"),
+        liveness.ReportSilent("p-1", "nothing came"),
+        liveness.Reconnect("P"),
+    )
+    assert world.reports == ["failed"]
+    assert world.probe.asked == []
+
+
 def test_a_living_engine_with_a_dead_connection_is_reconnected() -> None:
     world = World()
     world.awaiting("p-0")
@@ -550,6 +791,49 @@ def test_a_failed_reconnection_is_logged_and_left_to_the_watch(caplog: pytest.Lo
     assert "no route" in caplog.text
     assert not world.connections._retries
     assert world.reports == []
+
+
+def test_a_living_rank_keeps_its_connection_after_the_death_of_another() -> None:
+    """Sends to it would fail, and that would count as its death."""
+    world = World(ranks=2)
+    world.awaiting("p-0", "p-1")
+    world.mail.lost = {"p-0"}
+    world.orders(liveness.ReportGone("P", "p-0", "it has ended"))
+    assert world.sent() == [("p-1", cancel_of())]
+    assert world.network.forgotten == []
+    world.orders(liveness.SendPing("P", "p-1", True))
+    world.tick(RETRY_S)
+    assert [agent for agent, _ in world.sent()] == ["p-1", "p-1"]
+    assert (world.watch.lost_agents, world.watch.cut_agents, world.reports) == ([], [], [])
+    world.orders(liveness.ReportGone("P", "p-1", "it has ended"))
+    assert world.network.forgotten == ["P"]
+    assert world.reports == ["failed"]
+
+
+def test_a_rank_that_another_request_awaits_keeps_its_connection() -> None:
+    world = World(ranks=2)
+    world.awaiting("p-0", "p-1", request_id="s")
+    world.awaiting("p-0", "p-1")
+    world.receives(Fail("r", 0, "no", True), "p-1")
+    world.orders(liveness.ReportGone("P", "p-0", "it has ended"))
+    assert world.engine.reports == [("failed", "r")]
+    assert world.network.forgotten == []
+
+
+def test_a_living_rank_is_not_reported_gone_after_the_death_of_its_sibling() -> None:
+    """Its engine's listener ends with the sibling, so only successful sends show that it lives."""
+    world = World(ranks=2, scripted=False)
+    world.awaiting("p-0", "p-1")
+    world.mail.lost = {"p-0"}
+    for _ in range(60):
+        world.receives(None, "p-1")
+        dies_a_little(world)
+    for _ in range(120):  # it computes, and sends nothing meanwhile
+        dies_a_little(world)
+    assert world.reports == ["parked", "failed"], "its blocks are not given back"
+    assert "p-1" in {agent for agent, _ in world.sent()}
+    world.receives(Cancelled("r"), "p-1")
+    assert world.reports == ["parked", "failed", "cleared"]
 
 
 def test_a_send_without_a_connection_is_no_evidence_of_a_death() -> None:
@@ -577,6 +861,37 @@ def dies_a_little(world: World) -> None:
         world.probe.answer(Verdict.ENDED, world.now)
 
 
+def test_messages_sent_before_a_death_do_not_keep_the_agent_alive() -> None:
+    """A send fails, we connect anew, and only then read its last messages. No further send to it can fail."""
+    world = World(scripted=False)
+    world.awaiting("p-0")
+    world.mail.lost = {"p-0"}
+    world.network.listening["P"] = ("p-new",)
+    world.awaits("s")
+    assert world.network.connected == {"P": ("p-new",)}
+    world.receives(None, "p-0")
+    for _ in range(60):
+        world.receives(None, "p-new")
+        dies_a_little(world)
+    assert world.engine.reports == [("failed", "r")]
+
+
+def test_a_connection_to_the_successor_of_a_dead_agent_does_not_keep_it_alive() -> None:
+    """It died between the probe that found it alive and the handshake."""
+    world = World(scripted=False)
+    world.awaiting("p-0")
+    world.mail.lost = {"p-0"}
+    world.network.listening["P"] = ("p-new",)
+    while not world.probe.asked:
+        world.tick(0.25)
+    world.probe.answer(Verdict.ALIVE, world.now)
+    world.tick()
+    assert world.network.connected == {"P": ("p-new",)}
+    for _ in range(60):
+        dies_a_little(world)
+    assert world.reports == ["failed"]
+
+
 def test_a_probe_names_the_registered_rank_even_without_a_connection() -> None:
     """Another rank's answer would not name the agent: the agent would count as dead while it writes."""
     world = World(ranks=2)
@@ -587,6 +902,21 @@ def test_a_probe_names_the_registered_rank_even_without_a_connection() -> None:
     world.orders(liveness.StartProbe("P", "p-1"))
     [asked] = world.probe.asked
     assert (asked.agent, asked.rank, asked.address) == ("p-1", (0, 1), P)
+
+
+def test_a_probe_uses_the_address_of_the_handshake_and_not_of_a_later_request() -> None:
+    """A client names the address. At a wrong one, every probe would find a death."""
+    world = World()
+    world.awaiting("p-0", request_id="honest")
+    world.engine.known |= {"r"}
+    nowhere = Address("P", "10.6.6.6", 1, tp_size=1, notify_only=True)
+    world.loads.register(registration(), nowhere, EXTRA, world.now)
+    world.settle()
+    assert world.watch.sessions["P", "p-0"] == 2
+    world.receives(Completion("honest", 1))
+    world.orders(liveness.StartProbe("P", "p-0"), liveness.Reconnect("P"))
+    assert [asked.address for asked in world.probe.asked] == [P]
+    assert world.network.handshakes == [P, P]
 
 
 def test_a_request_with_a_different_number_of_ranks_is_not_awaited() -> None:
@@ -689,6 +1019,26 @@ def test_a_death_is_found_although_the_connection_was_dropped_elsewhere(ranks: i
     for _ in range(int(4 * 3 * PATIENCE_S)):
         dies_a_little(world)
     assert world.reports == reports
+
+
+def test_a_request_id_with_parked_blocks_is_not_registered_again() -> None:
+    """Messages about the old request would count for the new one."""
+    world = World()
+    world.awaiting("p-0")
+    world.loads.time_out("r", "no push", world.now)
+    world.tick(PATIENCE_S)
+    assert world.reports == ["parked", "failed"]
+    world.sent()
+    world.loads.register(registration(blocks=(7, 8)), P, EXTRA, world.now)
+    world.tick()
+    assert world.sent() == []
+    assert world.reports == ["parked", "failed", "failed"]
+    assert len(world.loads) == 1
+    world.receives(Cancelled("r"))
+    assert world.reports == ["parked", "failed", "failed", "cleared"]
+    assert world.is_over()
+    world.awaits()
+    assert len(world.sent()) == 1
 
 
 # Counters.

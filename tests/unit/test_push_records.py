@@ -38,6 +38,19 @@ def test_a_registration_during_prefill_is_recorded() -> None:
     assert before <= (ended(world, prompt).t_registered or 0.0) <= after
 
 
+def test_a_registration_after_prefill_is_recorded() -> None:
+    world, prompt = ScriptedWorld(), prompt_of(tokens=8)
+    wanted = world.asks(prompt, world.decoder())
+    world.step((prompt, 8))
+    world.finish(prompt)
+    before = time.perf_counter()
+    world.send(wanted)
+    world.settle()
+    (record,) = world.trace.records
+    assert (record.mode, record.outcome) == ("request", "completed")
+    assert before <= (record.t_registered or 0.0)
+
+
 def test_a_registration_found_at_the_end_of_prefill_is_recorded() -> None:
     world, prompt = ScriptedWorld(), prompt_of(tokens=8)
     wanted = world.asks(prompt, world.decoder())
@@ -47,3 +60,13 @@ def test_a_registration_found_at_the_end_of_prefill_is_recorded() -> None:
     world.settle()
     (record,) = world.trace.records
     assert record.t_registered is not None
+
+
+def test_a_push_without_a_registration_is_recorded() -> None:
+    world, prompt = ScriptedWorld(), prompt_of(tokens=8)
+    world.decoder()
+    world.step((prompt, 8))
+    world.abort(prompt)
+    world.settle()
+    (record,) = world.trace.records
+    assert record.t_registered is None

@@ -46,6 +46,17 @@ def parts(world: PushWorld, *, wait: bool = False) -> list[list[tuple[slice, int
     return [[(part.layers, part.first, part.end) for part in write.segments] for write in posted(world, wait=wait)]
 
 
+def test_a_late_registration_posts_all_ready_blocks() -> None:
+    world = world_of(State.WAITING)
+    world.sweep()
+    world.plan(4)
+    world.hook(0)
+    world.register()
+    assert not world.session.accepts(push_protocol.PostReady)
+    world.send(push_protocol.Connected())
+    assert parts(world) == [[(slice(0, 1), 0, 2), (slice(1, 2), 0, 1)]]
+
+
 def test_waiting_layers_merge_until_a_post_or_the_end_of_their_chunk() -> None:
     world = world_of(State.STREAMING, layers=4)
     written = []
@@ -53,6 +64,17 @@ def test_waiting_layers_merge_until_a_post_or_the_end_of_their_chunk() -> None:
         world.hook(layer)
         written.append([segments[0][0] for segments in parts(world, wait=wait)])
     assert written == [[], [slice(0, 2)], [], [slice(2, 4)]]
+
+
+def test_ready_layers_merge_while_the_wire_is_full() -> None:
+    world = world_of(State.STREAMING, layers=4, max_in_flight=1)
+    world.hook(0)
+    [first] = posted(world)
+    world.hook(1)
+    world.hook(2)
+    assert posted(world) == []
+    world.land(first.id)
+    assert parts(world) == [[(slice(1, 3), 0, 1)]]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from layerpush.prefill.pushes import WRITE_POLL_S
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.step_schedule import StepSchedule
 from layerpush.transport.link_speed import LinkSpeed, Terms
-from tests.unit.both_sides.process import Process
+from tests.unit.both_sides.process import BLOCK_SIZE, Process
 from tests.unit.both_sides.scripted import ScriptedRequest, ScriptedWorld
 
 LAYERS, TOKENS = 12, 22
@@ -75,6 +75,16 @@ def test_a_chunk_before_the_last_goes_in_one_write(monkeypatch: pytest.MonkeyPat
     assert written(world) == [(0, 0), (1, 11), (0, 9), (10, 10), (11, 11)]
     world.assert_delivered(prompt, wanted)
     world.assert_clean()
+
+
+def test_layers_are_posted_before_their_write_exceeds_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, prompt = world_with(1000.0, 1e-9, monkeypatch)
+    monkeypatch.setattr(LinkSpeed, "proven_bytes", 4 * world.rank.layout.layer_bytes[0] * -(-TOKENS // BLOCK_SIZE))
+    world.registers(prompt)
+    world.step((prompt, TOKENS), between=world.settle)
+    world.settle()
+    world.finish(prompt)
+    assert written(world) == [(0, 0), (1, 4), (5, 8), (9, 9), (10, 10), (11, 11)]
 
 
 def test_each_prompt_of_a_step_has_a_write_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

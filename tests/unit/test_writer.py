@@ -50,6 +50,19 @@ def test_layers_land_during_prefill_after_an_early_registration() -> None:
     world.assert_clean()
 
 
+def test_a_handshake_in_the_background_delays_the_first_write() -> None:
+    world, prompt = ScriptedWorld(), prompt_of()
+    decoder = world.decoder(connected=False)
+    decoder.frozen = True
+    wanted = world.registers(prompt, decoder)
+    world.step((prompt, 12))
+    assert world.fabric.writes == []
+    decoder.frozen = False
+    world.step((prompt, 12))
+    world.settle()
+    world.assert_delivered(prompt, wanted)
+
+
 def test_a_handshake_may_end_while_the_push_asks_for_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another push began the handshake. It ends between the look at the connection and the start of a handshake."""
     world, prompt = ScriptedWorld(), prompt_of()
@@ -60,6 +73,53 @@ def test_a_handshake_may_end_while_the_push_asks_for_the_link(monkeypatch: pytes
     world.step((prompt, 12))
     world.settle()
     world.assert_delivered(prompt, wanted)
+
+
+@pytest.mark.parametrize("blocks", [2, 0])
+def test_blocks_that_the_decode_engine_has_are_not_sent(blocks: int) -> None:
+    """A D that has all blocks gets only the completion."""
+    world, prompt = ScriptedWorld(), prompt_of()
+    wanted = world.registers(prompt, wanted=blocks)
+    world.step((prompt, 12))
+    assert world.fabric.writes == []
+    world.step((prompt, 12))
+    world.settle()
+    world.assert_delivered(prompt, wanted)
+    assert bool(world.fabric.writes) == bool(blocks)
+    assert world.d.untouched(but=wanted.local_block_ids[0])
+
+
+def test_several_requests_of_a_step_go_to_several_decode_engines() -> None:
+    world = ScriptedWorld()
+    prompts = [prompt_of(f"p-{number}", 1 + 8 * number) for number in range(3)]
+    decoders = [world.decoder(f"D{number}") for number in range(3)]
+    wishes = [world.registers(prompt, decoders[n], first=5 * n + 1) for n, prompt in enumerate(prompts)]
+    for _ in range(3):
+        world.step(*((prompt, 9) for prompt in prompts))
+    assert world.writer.engines_in_use == {"D0", "D1", "D2"}
+    world.settle()
+
+    for prompt, decoder, wanted in zip(prompts, decoders, wishes, strict=True):
+        world.assert_delivered(prompt, wanted)
+        assert decoder.untouched(but=wanted.local_block_ids[0])
+        world.finish(prompt)
+    world.assert_clean()
+
+
+def test_split_heads_and_the_completion_go_to_every_rank() -> None:
+    world, prompt = ScriptedWorld(Faults(hold_writes={1: 15})), prompt_of()
+    decoder = world.decoder(ranks=2)
+    wanted = world.registers(prompt, decoder)
+    for _ in range(3):
+        world.step((prompt, 9))
+    assert decoder.received() == [[], []]
+    world.settle()
+    world.assert_delivered(prompt, wanted)
+    world.finish(prompt)
+    world.assert_clean()
+    (record,) = world.trace.records
+    assert {write.remote_rank for write in record.writes} == {0, 1}
+    assert sum(write.bytes for write in record.writes) == world.layers * prompt.prompt.blocks * BLOCK_BYTES
 
 
 def test_layers_without_a_hook_are_swept() -> None:
@@ -146,7 +206,31 @@ def test_a_cached_prefix_goes_before_the_first_layer(mode: PushMode) -> None:
     assert (record.hooked_layers, record.swept_layers, len(record.ready)) == (world.layers, 0, 2 * world.layers)
 
 
-UNABLE = "the KV cache is staged in a host buffer"
+def test_a_registration_after_prefill_gets_a_whole_push() -> None:
+    world, prompt = ScriptedWorld(), prompt_of()
+    decoder = world.decoder()
+    world.step((prompt, TOKENS))
+    world.finish(prompt)
+    assert not world.fabric.writes
+    assert world.writer.waiting() == ["p-1"]
+    assert not world.writer.writes_in_flight("p-1")
+    wanted = world.asks(prompt, decoder)
+    world.send(wanted)
+    assert [registration for _, registration in world.rank.whole.values()] == [wanted]
+    assert world.writer.waiting() == []
+    assert world.writer.writes_in_flight("p-1")
+    assert world.writer.engines_in_flight == {"D"}
+    world.settle()
+
+    assert decoder.holds(prompt, wanted)
+    assert (world.rank.released, world.rank.whole_writes_ended) == (["p-1"], [("p-1", True)])
+    assert world.rank.failures == []
+    assert world.rank.endings == {"p-1": [None]}
+    world.assert_clean()
+    (record,) = world.trace.records
+    assert (record.mode, record.outcome) == ("request", "completed")
+    assert (record.decode_engine_id, record.decode_request_id) == ("D", "d-p-1")
+    assert record.fallback == "no decode engine had registered when prefill finished"
 
 
 def test_an_incompatible_decode_engine_gets_the_whole_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +245,38 @@ def test_an_incompatible_decode_engine_gets_the_whole_request(monkeypatch: pytes
     assert decoder.holds(prompt, wanted)
     world.assert_clean()
     assert world.trace.records[0].fallback == "its block size is 8 tokens, ours 4"
+
+
+UNABLE = "the KV cache is staged in a host buffer"
+
+
+@pytest.mark.parametrize("configured", PushMode)
+def test_requests_choose_their_push_mode(configured: PushMode) -> None:
+    """The engine's mode is for other requests; the record, its counters and the WRITEs follow the request's own."""
+    world = ScriptedWorld(mode=configured)
+    decoder = world.decoder()
+    chosen: dict[str, PushMode | None] = dict(zip(("r-0", "r-1", "r-2", "r-3", "r-4"), (None, *PushMode), strict=True))
+    modes = [mode or configured for mode in chosen.values()]
+    for number, (name, mode) in enumerate(chosen.items()):
+        table = list(range(1 + 8 * number, 9 + 8 * number))
+        prompt = ScriptedRequest(name, TOKENS, table, mode, whole=mode == "request")
+        wanted = world.registers(prompt, decoder, first=1 + 8 * number)
+        if mode is None:
+            prompt.progress.whole = configured == "request"
+        world.step((prompt, 9))
+        world.step((prompt, 13))
+        world.settle()
+        assert (len(world.fabric.writes) > 0) == (modes[number] != "request"), f"{name} before its prefill has ended"
+        world.finish(prompt)
+        world.settle()
+        assert decoder.holds(prompt, wanted)
+        most = 2 * world.layers
+        least, most = {"auto": (2, most), "layer": (most, most), "chunk": (2, 2), "request": (1, 1)}[modes[number]]
+        assert least <= len(world.fabric.writes) <= most, f"{name} by {modes[number]}"
+        world.fabric.writes.clear()
+
+    assert [(record.mode, record.fallback) for record in world.trace.records] == [(mode, None) for mode in modes]
+    world.assert_clean()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import time
 from typing import Literal
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from layerpush.core.wire import Registration
@@ -26,6 +27,41 @@ def registered(
     world = ScriptedWorld(faults, write_timeout_s=write_timeout_s)
     prompt = ScriptedRequest("p-1", tokens, list(range(1, 9)))
     return world, prompt, world.registers(prompt, world.decoder(ranks=ranks))
+
+
+@pytest.mark.parametrize(
+    ("faults", "ranks"),
+    [
+        (Faults(fail_posts={4}), 1),
+        (Faults(fail_writes={4}), 1),
+        (Faults(fail_posts={0, 1, 2}), 1),
+        (Faults(hold_writes={4: 5}, fail_writes={4}), 1),
+        (Faults(fail_posts={3}), 2),
+    ],
+    ids=["a post that fails", "a write that fails", "no post ever", "a write that fails in the middle", "of one rank"],
+)
+def test_a_lost_write_ends_the_push_without_a_completion(faults: Faults, ranks: int) -> None:
+    world, prompt, _ = registered(faults, ranks=ranks)
+    for _ in range(3):
+        world.step((prompt, 9))
+    world.settle()
+    posted = len(world.fabric.writes)
+    assert world.rank.released == [], "the scheduler has not finished the request"
+    (*warnings, (reason, drained, _)) = world.reported_failures()
+    assert drained
+    assert warnings in ([], [(reason, False, False)])
+    world.finish(prompt)
+    world.settle()
+
+    assert world.d.received() == [[]] * ranks
+    assert world.rank.released == ["p-1"], "no D will ask for its blocks any more"
+    assert len(world.rank.failures) == len(warnings) + 1
+    assert world.rank.endings == {"p-1": [reason]}
+    assert len(world.fabric.writes) == posted
+    world.assert_clean()
+    assert [record.outcome for record in world.trace.records] == ["failed"]
+    assert world.trace.records[0].reason
+    assert world.totals.outcomes == {"failed": 1}
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["by layer", "whole"])
@@ -148,6 +184,14 @@ def test_a_registration_for_too_many_blocks_fails_the_push(caplog: pytest.LogCap
     world.assert_clean()
 
 
+def test_the_end_of_an_unpushed_request_is_reported() -> None:
+    """A decode engine may have registered for it."""
+    world, prompt, _ = registered()
+    world.abort(prompt)
+    world.settle()
+    assert world.rank.endings == {"p-1": ["aborted"]}
+
+
 def test_an_unwanted_request_is_released_after_prefill() -> None:
     world, prompt, wanted = registered()
     world.cancel(wanted)
@@ -171,6 +215,68 @@ def test_an_unrelated_cancel_disturbs_no_push(request_id: str, key: tuple[str, s
     world.step((prompt, 13))
     world.settle()
     world.assert_delivered(prompt, wanted)
+
+
+@pytest.mark.parametrize("on_the_wire", [True, False])
+def test_a_cancel_stops_writes_and_is_reported_after_the_wire_drains(on_the_wire: bool) -> None:
+    world, prompt, wanted = registered(Faults(hold_writes={1: 10}))
+    world.step((prompt, 9))
+    if not on_the_wire:
+        world.settle()
+    posted = len(world.fabric.writes)
+    assert not world.writer.cancel("p-1", wanted.key), "a report follows"
+    assert len(world.rank.failures) == (not on_the_wire)
+    assert world.writer.cancel("p-1", wanted.key) is not on_the_wire
+    world.step((prompt, 9))
+    world.settle()
+    assert world.writer.cancel("p-1", wanted.key)
+    world.step((prompt, 9))
+    world.finish(prompt)
+    world.settle()
+
+    assert world.d.received() == [[]]
+    assert [(drained, cancelled) for _, drained, cancelled in world.reported_failures()] == [(True, True)]
+    assert len(world.fabric.writes) == posted
+    assert world.rank.released == ["p-1"]
+    assert [record.outcome for record in world.trace.records] == ["cancelled"]
+    world.assert_clean()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["by layer", "whole"])
+def test_a_cancel_during_the_handshake_prevents_every_write(whole: bool) -> None:
+    world, prompt = ScriptedWorld(), ScriptedRequest("p-1", TOKENS, list(range(1, 9)))
+    decoder = world.decoder(connected=False)
+    decoder.frozen = True
+    wanted = world.registers(prompt, decoder)
+    if whole:
+        world.finish(prompt)
+    else:
+        world.step((prompt, 9))
+    world.cancel(wanted)
+    assert [drained for _, drained, _ in world.reported_failures()] == [True]
+    decoder.frozen = False
+    if not whole:
+        world.step((prompt, 13))
+        world.finish(prompt)
+    world.settle()
+    assert world.fabric.writes == []
+    assert world.rank.released == ["p-1"]
+    world.assert_clean()
+
+
+def test_a_cancel_during_upstreams_write_prevents_another() -> None:
+    """A handshake that vLLM had begun for another rank ends later."""
+    world, prompt, wanted = registered(Faults(hold_writes={0: 5}))
+    blocks = prompt.blocks
+    world.finish(prompt)
+    world.cancel(wanted)
+    assert (world.rank.failures, world.rank.released) == ([], [])
+    world.writer.push_deferred("p-1", (blocks,), msgspec.to_builtins(wanted))
+    assert len(world.fabric.writes) == 1
+    world.settle()
+    assert [(drained, cancelled) for _, drained, cancelled in world.reported_failures()] == [(True, True)]
+    assert world.rank.released == ["p-1"]
+    world.assert_clean()
 
 
 @pytest.mark.parametrize(
@@ -239,6 +345,34 @@ def test_a_write_within_its_timeout_completes() -> None:
     world.step((prompt, 8))
     world.settle()
     assert world.d.received() == [[b"d-p-1:1"]]
+
+
+def test_a_lost_engine_fails_only_its_own_pushes() -> None:
+    world = ScriptedWorld(Faults(hold_writes={0: 20, 5: 20}))
+    prompts = {
+        name: ScriptedRequest(f"p-{name}", 8, list(range(first, first + 8))) for first, name in ((1, "D"), (20, "E"))
+    }
+    for first, (name, prompt) in enumerate(prompts.items()):
+        world.registers(prompt, world.decoder(name), first=10 * first)
+    completed = ScriptedRequest("p-completed", 4, list(range(40, 48)))
+    world.registers(completed, world.d, first=30)
+    world.step((completed, 4))
+    world.settle()
+    assert (world.writer.engines_in_use, world.writer.engines_in_flight) == ({"D"}, set())
+    world.step(*((prompt, 8) for prompt in prompts.values()))
+    world.writer.fail_engine("D", "it is gone")
+    world.settle()
+
+    assert world.reported_failures("p-D")[-1] == ("it is gone", True, False)
+    assert world.reported_failures("p-E") == world.reported_failures("p-completed") == []
+    assert world.side("E").received() == [[b"d-p-E:1"]]
+    assert world.writer._pushes["p-D"].session.failure == "it is gone"
+    assert world.writer._pushes["p-E"].session.failure is None
+    for prompt in (completed, *prompts.values()):
+        world.finish(prompt)
+    assert sorted(world.rank.released) == ["p-D", "p-E", "p-completed"]
+    assert {record.request_id: record.outcome for record in world.trace.records}["p-completed"] == "completed"
+    world.assert_clean()
 
 
 def test_a_lost_engine_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
