@@ -149,6 +149,15 @@ class CacheKinds:
         selected = self._config.select_transfer_block_ids(tables)
         return [kind.transfer_blocks(table) for kind, table in zip(self.transferred, selected, strict=True)]
 
+    def end_with_prompt(self, tables: Sequence[Sequence[int]], tokens: int) -> bool:
+        """Whether no block of a group with a window lies behind a prompt of ``tokens``. vLLM transfers the last blocks
+        of such a group. ``tables`` has a request's block ids of all groups.
+        """
+        return not any(
+            kind.has_window and len(table) > -(-tokens // kind.block_tokens)
+            for kind, table in zip(self.all, tables, strict=True)
+        )
+
     def blocks_dropped_after(self, tokens: int) -> list[range]:
         """For each of all groups, the indices of the blocks that the last of a prompt's tokens attends to, and the
         token after it does not.

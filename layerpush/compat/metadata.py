@@ -70,7 +70,7 @@ class LayerwiseMetadata(NixlConnectorMetadata):
     sampled: Mapping[str, Sampled] = MappingProxyType({})
     """First tokens of the requests in ``push_finished_blocks``, by request id."""
     prompt_tokens: Mapping[str, int] = MappingProxyType({})
-    """The lengths of these requests' prompts, by request id."""
+    """The lengths of these requests' prompts, by request id. 0: blocks of a window lie behind the prompt."""
     short_of_blocks: bool = False
     """Whether the first request in the queue could not get its blocks in this step."""
 

@@ -60,7 +60,7 @@ def watch(
 
 
 def _forwarded(layer_saved: Callable[[str], None], names: Sequence[str], *_: object) -> None:
-    """Main thread. A capture records no event for the writer, and a trace no call."""
+    """The thread of a forward. A capture records no event for the writer, and a trace no call."""
     if torch.compiler.is_compiling() or _is_capturing():
         return
     for name in names:

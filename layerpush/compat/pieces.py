@@ -226,7 +226,7 @@ def _caches(worker: NixlPushConnectorWorker, info: OtherBlocks, layout: CacheLay
     backends = set(map(_module, worker.attn_backends))
     known = [CONTENT[backend] for backend in backends if backend in CONTENT]
     same_kernel = kernel == info.kernel_tokens  # then no kernel block is cut
-    if not same_kernel and (len(known) < len(backends) or len(set(known)) > 1 or _is_packed(worker)):
+    if not same_kernel and (len(known) < len(backends) or len(set(known)) > 1 or _is_packed(worker, info)):
         raise MismatchError(f"{what}, and a block of {', '.join(sorted(backends))} cannot be cut")
     content = _tokens if same_kernel else known[0]
     indices = worker._transfer_layer_region_indices or range(len(layout.regions))
@@ -258,14 +258,16 @@ def _module(backend: type) -> str:
     return next(one.__module__.rpartition(".")[2] for one in backend.__mro__ if one.__module__ != "abc")
 
 
-def _is_packed(worker: NixlPushConnectorWorker) -> bool:
-    """Whether several tokens share bytes of a block: in NVFP4, and in CPU_ATTN's layout for AMX."""
+def _is_packed(worker: NixlPushConnectorWorker, info: OtherBlocks) -> bool:
+    """Whether several tokens share bytes of a block on one side: in NVFP4, and in CPU_ATTN's layout for AMX, which
+    vLLM chooses by the block size.
+    """
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     dtype, size = worker.model_config.dtype, worker.model_config.get_head_size()
     cpu = current_platform.is_cpu() and not worker.use_mla
-    packed = cpu and _get_attn_isa(dtype, worker.block_size, size) not in ("vec", "vec16")
-    return packed or worker.vllm_config.cache_config.cache_dtype.startswith("nvfp4")
+    isas = {_get_attn_isa(dtype, tokens, size) for tokens in (worker.block_size, info.kernel_tokens)} if cpu else set()
+    return not isas <= {"vec", "vec16"} or worker.vllm_config.cache_config.cache_dtype.startswith("nvfp4")
 
 
 def _rows(

@@ -35,7 +35,7 @@ class FencePool:
         self._pool.extend(StreamFence(self._pool, device) for _ in range(size))
 
     def record(self) -> StreamFence:
-        """Mark this point of the current stream. Main thread."""
+        """Mark this point of the current stream. The thread of ``StepEvents.arm`` and ``layer_saved``."""
         fence = self._pool.popleft() if self._pool else StreamFence(self._pool, self._device)
         fence.record()
         return fence

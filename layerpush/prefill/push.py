@@ -413,6 +413,8 @@ class Push:
         link = self.link = links.to(registration)
         if link.pieces is None:
             raise MismatchError(link.refusal or "its blocks have another size")
+        if not self.tokens:
+            raise MismatchError("its block size differs, and a window of ours has blocks behind the prompt")
         size = link.pieces.tokens * link.pieces.ours
         whole = whole_prompt(self.request_id, self.session.epoch, self.tokens, size, self.blocks)
         self.handle(Connected(link.replicas, link.pieces, whole))

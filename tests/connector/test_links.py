@@ -188,3 +188,23 @@ def test_blocks_that_cannot_be_cut(theirs: int, group_tokens: int, reason: str) 
     info = OtherBlocks(1, 0, 32, 1, kernel_tokens=theirs, pages=1, is_layerpush=True)
     with pytest.raises(MismatchError, match=reason):
         cut(worker, "D", info, CacheLayout((), ()), ())
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(16, 64), (64, 16)])
+def test_a_block_of_either_side_in_the_layout_for_amx_cannot_be_cut(
+    monkeypatch: pytest.MonkeyPatch, ours: int, theirs: int
+) -> None:
+    from vllm.v1.attention.backends import cpu_attn
+
+    from layerpush.compat.pieces import OtherBlocks, _is_packed
+
+    worker: Any = SimpleNamespace(
+        block_size=ours,
+        use_mla=False,
+        model_config=SimpleNamespace(dtype=torch.bfloat16, get_head_size=lambda: 64),
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto")),
+    )
+    info = OtherBlocks(1, 0, ours, 1, kernel_tokens=theirs, pages=1, is_layerpush=True)
+    for supported in (True, False):
+        monkeypatch.setattr(cpu_attn.torch.cpu, "_is_amx_tile_supported", lambda found=supported: found)
+        assert _is_packed(worker, info) == supported

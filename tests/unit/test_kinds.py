@@ -89,6 +89,14 @@ def test_the_next_token_drops_the_blocks_that_it_does_not_attend_to(spec: KVCach
     assert kind_of(spec).blocks_dropped_after(80) == range(first, after)
 
 
+def test_blocks_of_a_window_behind_the_prompt_are_seen() -> None:
+    kinds = CacheKinds(config_of(FullAttentionSpec(**HEADS), SlidingWindowSpec(**HEADS, sliding_window=17)))
+    blocks = -(-80 // kinds.block_sizes[0])
+    table, longer = list(range(blocks)), list(range(blocks + 1))
+    assert kinds.end_with_prompt([longer, table], 80), "of full attention all blocks are transferred, from the first on"
+    assert not kinds.end_with_prompt([table, longer], 80)
+
+
 def test_a_decode_engine_loads_one_token_less_where_vllm_would_drop_a_block_of_the_last() -> None:
     full, window = FullAttentionSpec(**HEADS), SlidingWindowSpec(**HEADS, sliding_window=17)
     assert CacheKinds(config_of(full)).tokens_to_load(80) == 80

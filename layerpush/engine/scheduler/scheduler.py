@@ -367,7 +367,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if not outcome[0]:
             self.last_windows.release(request.request_id)
         if outcome[0]:
-            self._prompt_tokens[request.request_id] = request.num_prompt_tokens
+            ends = self._kinds.end_with_prompt(block_ids, request.num_prompt_tokens)
+            self._prompt_tokens[request.request_id] = request.num_prompt_tokens if ends else 0
         stale = self._token_may_be_stale and known is not None and known[1].rewound
         if outcome[0] and not stale and (sampled := self.sampled_token(request)) is not None:
             self._sampled[request.request_id] = sampled
