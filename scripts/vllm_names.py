@@ -204,6 +204,11 @@ def main() -> int:
     names = set[str]().union(*(package.names(sources) for sources in homes.values()))
     recorded = json.loads(FILE.read_text()) if FILE.exists() else {"versions": [], "names": {}}
     if wanted.record:
+        if absent := sorted(set(recorded["versions"]) - set(homes)):
+            print(
+                f"The record has vLLM {', '.join(absent)} too, whose sources are not here: run scripts/vllm-0.33 first"
+            )
+            return 1
         FILE.write_text(json.dumps(record(recorded, homes, names), indent=1) + "\n")
         return 0
     problems = [f"{path} is recorded, and layerpush does not use it" for path in recorded["names"].keys() - names]
