@@ -16,7 +16,7 @@ LOCK = ROOT / "requirements/cpu.lock"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSIONS = ("3.12", "3.13")
 """The other tests run on 3.11."""
-PROXY = ("connection", "dispatch", "health", "hostile", "parts", "server", "streams")
+PROXY = ("connection", "dispatch", "hostile", "parts", "server", "streams")
 PURE = (
     "claims",
     "load_session",
