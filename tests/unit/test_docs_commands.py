@@ -75,7 +75,15 @@ MISSPELT = json.dumps(
 )
 
 OTHERS = frozenset(
-    {"HF_HUB_OFFLINE", "OMP_NUM_THREADS", "NIXL_PLUGIN_DIR", "PIP_EXTRA_INDEX_URL", VARIABLE, patches.VARIABLE}
+    {
+        "HF_HUB_OFFLINE",
+        "OMP_NUM_THREADS",
+        "NIXL_PLUGIN_DIR",
+        "NIXL_UCX_SGL_ENABLE",
+        "PIP_EXTRA_INDEX_URL",
+        VARIABLE,
+        patches.VARIABLE,
+    }
 )
 _INLINE = re.compile(r"(?<!`)`((?:layerpush |make |vllm serve |pip install |scripts/(?=[a-z-]+ ))[^`\n]+)`(?!`)")
 _VARIABLE = re.compile(r"\b(?:VLLM|UCX|NIXL|LAYERPUSH|HF|OMP|PIP)_[A-Z0-9_]*[A-Z0-9]\b(?!\*)")
