@@ -14,6 +14,7 @@ from bench.serve import page as serve
 from layerpush.telemetry.metrics.catalog import Side
 from scripts.docgen import (
     contributing,
+    copies,
     figures,
     hooks,
     kinds,
@@ -63,6 +64,8 @@ SECTIONS: Mapping[str, Section] = {
     "gpu-summary": Section((README,), of("gpu-serve.json", serve.in_short)),
     "gpu-serve-figures": Section((BENCHMARKS,), of("gpu-serve.json", serve.tables)),
     "gpu-kernel-figures": Section((BENCHMARKS,), of("gpu-kernel.json", kernelpage.tables)),
+    "sgl-figures": Section((BENCHMARKS,), of("sgl.json", forward.table)),
+    "copies-figures": Section((BENCHMARKS,), of("copies.json", copies.tables)),
     "soak-summary": Section((BENCHMARKS,), of("soak.json", soakrun.summary)),
     "soak-tables": Section((SOAK,), of("soak.json", soakrun.tables)),
     "protocol-course": Section((PROTOCOL,), lambda _: protocol.course()),
