@@ -68,7 +68,7 @@ class Pair:
     def to(self, registration: Registration) -> Link:  # noqa: ARG002
         return self._reach.link
 
-    def has_equal_blocks(self, registration: Registration) -> bool:  # noqa: ARG002
+    def has_equal_block_size(self, registration: Registration) -> bool:  # noqa: ARG002
         return True
 
     def push_whole(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:

@@ -430,7 +430,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         """Whether a connected decode engine has blocks of as many tokens as ours, and as many regions."""
         return refusal(self, engine_id) is None
 
-    def has_equal_blocks(self, engine_id: str) -> bool:
+    def has_equal_block_size(self, engine_id: str) -> bool:
         """Whether a connected engine's blocks have as many tokens as ours."""
         assert self.transfer_topo is not None
         return size_difference(self, self.transfer_topo.get_engine_info(engine_id)) is None

@@ -65,9 +65,9 @@ class Links:
                 logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, link.refusal)
         return link
 
-    def has_equal_blocks(self, registration: Registration) -> bool:
+    def has_equal_block_size(self, registration: Registration) -> bool:
         """Whether the connected engine's blocks have as many tokens as ours: vLLM can push whole requests to it."""
-        return self._worker.has_equal_blocks(registration.decode_engine_id)
+        return self._worker.has_equal_block_size(registration.decode_engine_id)
 
     def push_whole(self, request_id: str, blocks: Sequence[Sequence[int]], registration: Registration) -> None:
         """Have vLLM push a request whole to the connected engine; its WRITEs come back through ``Pushes.adopt``.

@@ -407,7 +407,7 @@ class Push:
 
     def _begin_whole(self, registration: Registration) -> None:
         links = self._services.links
-        if links.has_equal_blocks(registration):
+        if links.has_equal_block_size(registration):
             links.push_whole(self.request_id, self.blocks, registration)
             return
         link = self.link = links.to(registration)

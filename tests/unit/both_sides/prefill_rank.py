@@ -245,7 +245,7 @@ class PrefillRank(Process):
     def counts_blocks_like(self, engine_id: str) -> bool:
         return True
 
-    def has_equal_blocks(self, engine_id: str) -> bool:
+    def has_equal_block_size(self, engine_id: str) -> bool:
         return True
 
     def check_targets(self, engine_id: str, blocks: Sequence[Sequence[int]]) -> None:
