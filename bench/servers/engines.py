@@ -181,10 +181,9 @@ class Engine:
         """Whether this server listens on its port. All its processes, also forked ones, write to its log."""
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # the process has ended, or is another user's
-                if os.path.samefile(process / "fd/1", self.log_path):
-                    sockets = {os.readlink(each) for each in (process / "fd").iterdir()}
-                    if sockets & _listeners(process, self.port):
-                        return True
+                is_ours = os.path.samefile(process / "fd/1", self.log_path)
+                if is_ours and _open_files(process) & _listeners(process, self.port):
+                    return True
         return False
 
     def check_alive(self) -> None:
@@ -335,6 +334,15 @@ class EngineGroup:
 
 no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens URLs of this machine. The HTTP proxies of the environment do not apply."""
+
+
+def _open_files(process: Path) -> set[str]:
+    """What the descriptors of ``process``, a folder of /proc, name. It may close some meanwhile."""
+    names = set()
+    for descriptor in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            names.add(os.readlink(descriptor))
+    return names
 
 
 def _listeners(process: Path, port: int) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench.servers import forkclient, forkserver
+from bench.servers import engines, forkclient, forkserver
 from bench.servers.engines import EngineFailedError, EngineGroup, EngineSpec, Place
 from bench.servers.interrupts import Interrupted, Interrupts
 from bench.servers.ports import PortAllocator
@@ -203,6 +203,23 @@ def test_a_server_is_not_ready_if_another_one_answers_on_its_port(tmp_path: Path
         engine.port = other.port
         assert not engine.is_ready()
         assert other.is_ready()
+
+
+def test_a_server_is_ready_though_it_closes_the_last_connection_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = os.readlink
+
+    def readlink(path: Path) -> str:
+        if path.name == "0":
+            raise FileNotFoundError("closed meanwhile")
+        return read(path)
+
+    with servers(tmp_path, stop_timeout_s=0.5) as group:
+        engine = group.start(script())
+        group.wait_ready([engine])
+        monkeypatch.setattr(engines.os, "readlink", readlink)
+        assert engine.is_ready()
 
 
 def test_the_command_names_the_connector_and_its_module():
