@@ -515,6 +515,16 @@ def test_setup_names_pytorchs_index_if_the_cpu_build_is_missing(tmp_path: Path) 
     assert not (tmp_path / ".venv/.layerpush-ready").exists()
 
 
+def test_setup_leaves_the_environment_of_another_checkout_alone(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "scripts", tmp_path / "worktree/scripts")
+    stamp = tmp_path / "checkout/.venv/.layerpush-ready"
+    stamp.parent.mkdir(parents=True)
+    stamp.write_text("ready")
+    (tmp_path / "worktree/.venv").symlink_to(stamp.parent)
+    subprocess.run(["scripts/setup"], cwd=tmp_path / "worktree", env=os.environ | {"PYTHON": "/none"}, check=True)
+    assert stamp.read_text() == "ready"
+
+
 def test_every_make_target_has_its_script() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) - {"help"}
     scripts = {file.name for file in (ROOT / "scripts").iterdir() if os.access(file, os.X_OK)}
