@@ -20,7 +20,7 @@ from tests.connector.test_lifecycle import STEPS, TOKENS, asks_first, ends_well,
 from tests.metrics_front_end import FrontEnd
 from tests.metrics_scrape import Scrape
 from tests.support.waiting import until
-from tests.unit.trace_rig import first_token
+from tests.unit.trace_hosts import first_token
 
 Build = Callable[..., Engine]
 

@@ -13,7 +13,7 @@ from layerpush.telemetry.spans import Spans
 from tests.connector.conftest import PORTS
 from tests.connector.engine import cache_config, config_of
 from tests.connector.test_decode_scheduler import Decode
-from tests.unit.trace_rig import push
+from tests.unit.trace_hosts import push
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from layerpush.transport.base import Route, Transport
 from layerpush.transport.locked import LockedAgent
 from tests.contract import peer
-from tests.contract.peer import PAUSE_SECONDS, POISON, new_agent, transport_over
+from tests.contract.peer import PAUSE_SECONDS, new_agent, transport_over
 from tests.contract.processes import context
-from tests.support.fake_transport import FakeFabric
+from tests.support.fake_pair import POISON, ROUTE, Pair, unpoisoned
 
 COUNT, SIZE = 4096, 1024
 
@@ -24,9 +24,8 @@ Pieces = NDArray[np.uint8]
 
 
 def source_pieces() -> Pieces:
-    """The first content of P's memory: random, but the same every time."""
-    # No byte is poison, so a landed row differs from an untouched one in every byte.
-    return np.random.default_rng(7).integers(0, POISON, (COUNT, SIZE), dtype=np.uint8)
+    """The first content of P's memory."""
+    return unpoisoned(COUNT, SIZE)
 
 
 class Link(abc.ABC):
@@ -82,15 +81,9 @@ class Link(abc.ABC):
 
 class FakeLink(Link):
     def __init__(self) -> None:
-        self.fabric = FakeFabric()
-        self.source = source_pieces()
-        self.target = np.full((COUNT, SIZE), POISON, np.uint8)
-        offsets = range(0, COUNT * SIZE, SIZE)
-        sender, self.peer = self.fabric.endpoint("P"), self.fabric.endpoint("D")
-        sender.describe("source", self.source.reshape(-1), offsets, SIZE)
-        self.peer.describe("target", self.target.reshape(-1), offsets, SIZE)
-        self.transport = sender
-        self.route = Route("D", 0, "source", "target")
+        pair = Pair(count=COUNT, size=SIZE)
+        self.fabric, self.transport, self.peer, self.route = pair.fabric, pair.p, pair.d, ROUTE
+        self.source, self.target = pair.source, pair.target
         self._awaited: bytes | None = None
 
     def memory(self) -> Pieces:

@@ -12,8 +12,8 @@ from layerpush.transport.base import Transport
 from layerpush.transport.nixl import NixlTransport
 from tests.contract.processes import LOOPBACK, set_ucx
 from tests.support import libfabric
+from tests.support.fake_pair import POISON
 
-POISON = 0xEE
 PAUSE_SECONDS = 0.0003
 
 

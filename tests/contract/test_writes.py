@@ -7,8 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from layerpush.transport.base import PeerLostError, TransportError, WriteState
-from tests.contract.link import COUNT, POISON, SIZE, Link, Pieces, source_pieces
+from tests.contract.link import COUNT, SIZE, Link, Pieces, source_pieces
 from tests.contract.waiting import land
+from tests.support.fake_pair import POISON
 from tests.support.waiting import until
 
 Ids = NDArray[np.int32]

@@ -8,8 +8,8 @@ import pytest
 from layerpush.core.wire import MAX_ACKNOWLEDGED, Acknowledged, HasLanded, Landed, encode, read
 from layerpush.transport.acknowledged import ASK_S, AcknowledgedTransport
 from layerpush.transport.base import PeerLostError, TransportError, WriteHandle, WriteState
+from tests.support.fake_pair import ALL, ROUTE, Pair
 from tests.support.fake_transport import Faults
-from tests.unit.fabric_rig import ALL, ROUTE, Pair
 
 
 class Sides:

@@ -16,7 +16,7 @@ from bench.serve import page as serve
 from bench.serve.plan import AGGREGATED, Cell, Load, Setup
 from bench.serve.results import by_cell
 from scripts.docgen import figures, soakrun
-from tests.unit.serve_rig import call
+from tests.unit.serve_stubs import call
 
 
 def committed(name: str, **changes: Any) -> dict[str, Any]:

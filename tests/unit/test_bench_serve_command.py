@@ -12,7 +12,7 @@ from bench.serve.__main__ import app
 from bench.serve.command import settings_of
 from bench.serve.engine_options import LONG_SHAPE, EngineOptions, folder
 from bench.servers.workspace import model_cache
-from tests.unit.serve_rig import plan
+from tests.unit.serve_stubs import plan
 
 RUNNER = CliRunner(env={"COLUMNS": "300"})
 

@@ -9,7 +9,7 @@ import pytest
 from bench.hand_over import CLIENT, PARTS, HandOver
 from bench.serve.traces import Traces, hand_overs
 from layerpush.telemetry.trace_records import SCHEDULER_RANK, PushRecord, clock_name
-from tests.unit.trace_rig import first_token, load, process, push, write
+from tests.unit.trace_hosts import first_token, load, process, push, write
 
 NAMES = ("a", "b", "c")
 ARRIVED = (11.0, 22.0, 33.0)

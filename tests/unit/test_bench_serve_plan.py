@@ -7,7 +7,7 @@ from collections import Counter
 
 from bench.serve.driver import arguments
 from bench.serve.plan import Load
-from tests.unit.serve_rig import MODES, SETUP, plan
+from tests.unit.serve_stubs import MODES, SETUP, plan
 
 
 def test_each_round_runs_every_mode_and_starts_with_a_different_one() -> None:

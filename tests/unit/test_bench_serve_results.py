@@ -13,7 +13,7 @@ from bench.hand_over import PARTS, HandOver
 from bench.serve.measured import RequestsFailedError, measured
 from bench.serve.plan import AGGREGATED, TOKEN, Call
 from bench.serve.results import MEASURES, CellResult, by_cell, compared
-from tests.unit.serve_rig import CELL, MODES, call, result
+from tests.unit.serve_stubs import CELL, MODES, call, result
 
 
 def three_rounds() -> list[CellResult]:

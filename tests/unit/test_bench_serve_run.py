@@ -7,7 +7,7 @@ import pytest
 from bench.serve.plan import AGGREGATED, TOKEN, Plan, Setup
 from bench.serve.results import by_cell, compared
 from bench.serve.run import Run, WrongAnswersError
-from tests.unit.serve_rig import CELL, MODES, SETUP, StubClient, StubSite, plan
+from tests.unit.serve_stubs import CELL, MODES, SETUP, StubClient, StubSite, plan
 
 WARM_UPS = len(MODES)
 

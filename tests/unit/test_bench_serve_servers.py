@@ -16,7 +16,7 @@ from bench.serve.lineup import Lineup
 from bench.serve.plan import AGGREGATED, MODES, TOKEN, Load
 from bench.serve.scrape import FIRST_TOKENS, PREFILL, Meter
 from bench.servers.engines import Place
-from tests.unit.serve_rig import plan
+from tests.unit.serve_stubs import plan
 
 MODEL = Model(Path("/models/demo"), Path("/models/words"), 32768, 1000)
 EVERY = list(MODES)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from layerpush.transport.base import PeerLostError, TransportError, WriteHandle, WriteState
+from tests.support.fake_pair import ALL, COUNT, POISON, ROUTE, SIZE, Pair
 from tests.support.fake_transport import FakeFabric, FakeTransport, Faults
-from tests.unit.fabric_rig import ALL, COUNT, POISON, ROUTE, SIZE, Pair
 
 
 def polls_until_landed(endpoint: FakeTransport, handle: WriteHandle, limit: int = 100) -> int:

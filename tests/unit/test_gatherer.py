@@ -15,8 +15,8 @@ from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import PeerLostError, Route, TransportError, WriteState
 from layerpush.transport.gather.gatherer import Gatherer, Stage, StagedWrite
 from tests.support.fake_transport import Bytes, FakeFabric, Faults
+from tests.support.numpy_staging import BrokenCopy, NumpyStaging
 from tests.unit.builders import layout_of
-from tests.unit.staging_rig import BrokenCopy, NumpyStaging
 
 LAYERS, BLOCKS, BLOCK_BYTES, RING = 3, 16, 1024, 64 << 10
 SOURCE, TARGET = (7, 2, 9, 4), (3, 8, 1, 6)

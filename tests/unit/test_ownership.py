@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from tests.support.fake_pair import ALL, Pair
 from tests.support.fake_transport import Faults, Violation
-from tests.unit.fabric_rig import ALL, Pair
 
 
 def held() -> Pair:

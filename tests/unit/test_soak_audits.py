@@ -12,7 +12,7 @@ from layerpush.prefill.claim_table import ClaimTable
 from layerpush.prefill.pairing import Pairing
 from tests.faults.soak.audits import ALLOWED, Auditor
 from tests.faults.soak.inhost import Audit, audit, left_in
-from tests.unit.soak_world import LATER, World
+from tests.unit.soak_stubs import LATER, World
 
 
 class Desk:

@@ -16,7 +16,7 @@ from tests.faults.soak.kinds import BY_NAME, KINDS
 from tests.faults.soak.plan import PlannedFault
 from tests.faults.soak.schedule import Schedule
 from tests.faults.soak.scripted import arm_posts, garbage, throw_garbage
-from tests.unit.soak_world import LATER, FakeSlots
+from tests.unit.soak_stubs import LATER, FakeSlots
 
 
 class Rig:

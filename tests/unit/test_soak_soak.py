@@ -14,7 +14,7 @@ from tests.faults.soak.plan import PlannedFault
 from tests.faults.soak.settings import Settings
 from tests.faults.soak.soak import HANG_S, SILENCE_S, NotStartedError, ReferenceLostError, Soak
 from tests.faults.soak.tally import Tally
-from tests.unit.soak_world import LATER, FakeSlot, FakeSlots
+from tests.unit.soak_stubs import LATER, FakeSlot, FakeSlots
 
 
 class EventfulSlots(FakeSlots):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.soak.inhost import collect
 from tests.faults.soak.request import Outcome, State
-from tests.unit.soak_world import RIGHT, World
+from tests.unit.soak_stubs import RIGHT, World
 
 
 def test_both_engines_get_the_request_at_once_and_every_answer_is_compared():

@@ -11,7 +11,7 @@ import pytest
 
 from layerpush.telemetry import spans as spans_module
 from layerpush.telemetry.spans import SpannedTrace, Spans
-from tests.unit.trace_rig import load, push
+from tests.unit.trace_hosts import load, push
 
 HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 Emitted = tuple[str, int, int, Mapping[str, Any], Mapping[str, str]]

@@ -17,7 +17,7 @@ from layerpush.transport.gather import tensor_memory
 from layerpush.transport.gather.memory import Staging
 from layerpush.transport.gather.tensor_memory import ALIGNED_BYTES, TensorStaging, staging_memory
 from tests.support.fake_transport import Bytes
-from tests.unit.staging_rig import NumpyStaging
+from tests.support.numpy_staging import NumpyStaging
 
 BLOCKS, BLOCK_BYTES, RING = 12, 48, 16 << 10
 SLOTS = ((0, 3), (1, 4), (2, 5))

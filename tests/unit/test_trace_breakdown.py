@@ -11,7 +11,7 @@ from layerpush.apps.tracing.breakdown import HAND_OVER, PARTS, break_down, media
 from layerpush.apps.tracing.report import summary_data, summary_text
 from layerpush.apps.tracing.requests import RequestTrace, read_traces
 from layerpush.telemetry.trace_records import SCHEDULER_RANK, DropRecord
-from tests.unit.trace_rig import first_token, load, process, push, write
+from tests.unit.trace_hosts import first_token, load, process, push, write
 
 PUSH = {"t_first_planned": 2.0, "t_last_ready": 5.0, "t_last_landed": 5.5, "t_notified": 5.6}
 LOAD = {"t_awaited": 1.0, "t_registered": 1.5, "t_settled": 6.5, "t_reported": 8.5}

@@ -17,7 +17,7 @@ from layerpush.apps.cli import app
 from layerpush.apps.tracing.picture import PictureError, draw_request
 from layerpush.apps.tracing.requests import RequestTrace
 from layerpush.telemetry.trace_records import WriteRecord
-from tests.unit.trace_rig import TwoHosts, first_token, load, process, push, write
+from tests.unit.trace_hosts import TwoHosts, first_token, load, process, push, write
 
 runner = CliRunner()
 WIDE = {"COLUMNS": "200"}

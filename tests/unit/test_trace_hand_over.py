@@ -11,7 +11,7 @@ from bench.hand_over import CLIENT, LATE, PARTS, HandOver, hand_over_of, median_
 from layerpush.apps.tracing.requests import RequestTrace, TraceSet, read_traces
 from layerpush.telemetry.trace_records import SCHEDULER_RANK
 from tests.unit.test_trace_breakdown import LOAD, PUSH, TOKEN
-from tests.unit.trace_rig import first_token, load, process, push, write
+from tests.unit.trace_hosts import first_token, load, process, push, write
 
 ARRIVED = 12.0
 

@@ -12,7 +12,7 @@ import pytest
 from layerpush.apps.tracing.perfetto import chrome_trace
 from layerpush.apps.tracing.requests import read_traces
 from layerpush.telemetry.trace_records import SCHEDULER_RANK, ChunkRecord, WriteRecord
-from tests.unit.trace_rig import WALL, TwoHosts, first_token, load, process, push, write
+from tests.unit.trace_hosts import WALL, TwoHosts, first_token, load, process, push, write
 
 Events = list[dict[str, Any]]
 

@@ -20,7 +20,7 @@ from layerpush.telemetry.trace_records import (
     PushRecord,
     WriteRecord,
 )
-from tests.unit.trace_rig import Host, TwoHosts, first_token, load, process, push, write
+from tests.unit.trace_hosts import Host, TwoHosts, first_token, load, process, push, write
 
 ROUNDING = 1e-9
 """The precision of sums of times of a few thousand seconds."""

@@ -15,7 +15,7 @@ from layerpush.transport.base import WriteState
 from layerpush.transport.gather.memory import Copy
 from layerpush.transport.gather.ring import Ring
 from layerpush.transport.gather.strategy import GatherStrategy
-from tests.unit.staging_rig import NumpyStaging
+from tests.support.numpy_staging import NumpyStaging
 
 if TYPE_CHECKING:
     from tests.unit.both_sides.prefill_rank import PrefillRank

@@ -14,17 +14,29 @@ ROUTE = Route("D", 0, "kv", "kv")
 ALL = np.arange(COUNT, dtype=np.int32)
 
 
-class Pair:
-    """D's memory is poisoned."""
+def unpoisoned(count: int, size: int) -> NDArray[np.uint8]:
+    """Random bytes, the same every time. None is poison, so a landed row differs from an untouched one in each byte."""
+    return np.random.default_rng(0).integers(0, POISON, (count, size), dtype=np.uint8)
 
-    def __init__(self, faults: Faults | None = None, seed: int = 0, *, ordered: bool = True) -> None:
+
+class Pair:
+    """``count`` descriptors of ``size`` bytes on each side. D's memory is poisoned."""
+
+    def __init__(
+        self,
+        faults: Faults | None = None,
+        seed: int = 0,
+        *,
+        ordered: bool = True,
+        count: int = COUNT,
+        size: int = SIZE,
+    ) -> None:
         self.fabric = FakeFabric(faults, seed, ordered=ordered)
-        self.source = np.random.default_rng(0).integers(0, POISON, (COUNT, SIZE), dtype=np.uint8)
-        self.target = np.full((COUNT, SIZE), POISON, np.uint8)
+        self.source, self.target = unpoisoned(count, size), np.full((count, size), POISON, np.uint8)
         self.p, self.d = self.fabric.endpoint("P"), self.fabric.endpoint("D")
-        offsets = range(0, COUNT * SIZE, SIZE)
-        self.ours = self.p.describe("kv", self.source.reshape(-1), offsets, SIZE)
-        self.theirs = self.d.describe("kv", self.target.reshape(-1), offsets, SIZE)
+        offsets = range(0, count * size, size)
+        self.ours = self.p.describe("kv", self.source.reshape(-1), offsets, size)
+        self.theirs = self.d.describe("kv", self.target.reshape(-1), offsets, size)
 
     def post(self, local: NDArray[np.int32] = ALL, remote: NDArray[np.int32] = ALL) -> WriteHandle:
         return self.p.post_write(ROUTE, local, remote)
