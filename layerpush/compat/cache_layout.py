@@ -79,6 +79,25 @@ def _states(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor],
     return States(tuple(layers), tuple(regions))
 
 
+def check_strides(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor]) -> None:
+    """Raises ``NotImplementedError`` if vLLM has described blocks to NIXL that are not those of the KV cache.
+
+    vLLM takes the blocks of a state to lie one after the other, even in a row with pages of other layers, and attention
+    that shares the first page's address gets the same stride. Call it after ``register_kv_caches``.
+    """
+    bases = worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank]
+    for name, cache in kv_caches.items() if has_states(worker.kv_cache_config) else ():
+        if cache.ndim > 1 and cache.data_ptr() in bases:
+            is_state = kind_of(worker._layer_specs[name]).is_state
+            blocks = worker._physical_blocks_per_logical_kv_block if is_state else 1
+            stride = worker.block_stride_per_layer[bases.index(cache.data_ptr())] * blocks
+            if stride != cache.stride(0) * cache.element_size():
+                raise NotImplementedError(
+                    f"vLLM transfers wrong blocks of layer {name} in the KV cache layout {worker.kv_cache_layout}: "
+                    "with layers that have a state, set VLLM_KV_CACHE_LAYOUT=LBHNC, or leave it out"
+                )
+
+
 def state_parts(worker: NixlPushConnectorWorker) -> list[tuple[int, int]]:
     """Offset and size in bytes of each part of a state in its block: those of the convolution, then the other state."""
     if not has_states(worker.kv_cache_config):

@@ -128,9 +128,9 @@ def layer_specs(topology: Topology, side: Side) -> dict[str, KVCacheSpec]:
             case "mla":
                 specs[f"{attention}.attn"] = latent
             case "states" if layer % 2:
-                specs[f"model.layers.{layer}.mixer"] = state(side, full.page_size_bytes)
-            case "states":
                 specs[f"{attention}.attn"] = full
+            case "states":  # before attention, as in most models: vLLM registers its memory first
+                specs[f"model.layers.{layer}.mixer"] = state(side, full.page_size_bytes)
             case "indexer":
                 specs[f"{attention}.attn"] = latent
                 specs[f"{attention}.indexer.k_cache"] = index
