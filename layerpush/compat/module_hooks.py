@@ -23,37 +23,64 @@ KIMI = "vllm.models.kimi_k3.nvidia.mla.MultiHeadLatentAttention"
 MLA = "vllm.model_executor.layers.attention.mla_attention.MLAAttention"
 DEEPSEEK_INDEX = "vllm.model_executor.models.deepseek_v2.DeepseekV32IndexerCache"
 MINIMAX_INDEX = "vllm.models.minimax_m3.common.indexer.MiniMaxM3IndexerCache"
+INKLING_STATE = "vllm.models.inkling.nvidia.sconv_swa_attn.InklingConvState"
+GLM_INDEX = "vllm.models.glm5next.common.attention.Glm5NextIndexerCache"
+QWEN = "vllm.models.qwen4_exp.nvidia.qsa.Qwen4ExpQSAAttention"
+QWEN_INDEX = "vllm.models.qwen4_exp.common.qsa_cache.QSACompressedKeyCache"
+SPARSE_WINDOW = "vllm.v1.attention.backends.mla.sparse_swa.DeepseekV4SWACache"
+V4, V41 = "vllm.models.deepseek_v4", "vllm.models.deepseek_v41"
+V4_CACHES = (SPARSE_WINDOW, f"{V4}.attention.DeepseekV4IndexerCache", f"{V4}.compressor.CompressorStateCache")
+V41_CACHES = (SPARSE_WINDOW, f"{V41}.attention.DeepseekV4IndexerCache")
+V4_ATTENTIONS = (
+    "flashmla.DeepseekV4FlashMLAAttention",
+    "flashinfer_sparse.DeepseekV4FlashInferMLAAttention",
+    "flashinfer_sparse.DeepseekV4FlashInferSM120Attention",
+)
+V41_MEGA = "flash_mla_mega_attn.DeepseekV4MegaAttnAttention"
 
 WRITTEN: dict[str, tuple[str, ...]] = {
     DEEPSEEK: (DEEPSEEK, DEEPSEEK_INDEX),
     MINIMAX: (MINIMAX, MINIMAX_INDEX),
     INKLING: (INKLING,),
     KIMI: (KIMI,),
-    MLA: (DEEPSEEK_INDEX,),  # vLLM calls its own hook for this layer; the indexer runs before it
+    MLA: (DEEPSEEK_INDEX, GLM_INDEX),  # vLLM calls its own hook for this layer; the indexer runs before it
+    QWEN: (QWEN, QWEN_INDEX),
+    **{f"{V4}.nvidia.{name}": (f"{V4}.nvidia.{name}", *V4_CACHES) for name in V4_ATTENTIONS},
+    **{f"{V41}.nvidia.{name}": (f"{V41}.nvidia.{name}", *V41_CACHES) for name in (*V4_ATTENTIONS, V41_MEGA)},
 }
 """Classes of modules, and the classes of those layers in them that the step has written when ``forward`` returns.
 
-Only classes whose source in vLLM 0.32 and 0.33 says so. They write on the stream of their caller. Not among them:
-``InklingConvState``, which the rest of a decoder layer writes, too.
+Only classes whose source in vLLM 0.32 and 0.33 says so. They write on the stream of their caller, or it waits for them.
 """
+
+WRITTEN_BEFORE = {INKLING: INKLING_STATE}
+"""The same for a layer in the module of that class before: code between the two writes it last."""
 
 
 def watch(
-    vllm_config: VllmConfig, layer_saved: Callable[[str], None], written: Mapping[str, tuple[str, ...]] = WRITTEN
+    vllm_config: VllmConfig,
+    layer_saved: Callable[[str], None],
+    written: Mapping[str, tuple[str, ...]] = WRITTEN,
+    written_before: Mapping[str, str] = WRITTEN_BEFORE,
 ) -> list[str]:
     """Have ``layer_saved`` called with the name of each known layer, once it is written. Returns these names.
 
     Call it after torch has compiled the model. The layers of a drafter are left out: it may write to them in code of
-    its own.
+    its own. If several modules hold a layer, the first one writes it.
     """
     context = vllm_config.compilation_config.static_forward_context
     names = {layer: name for name, layer in context.items() if isinstance(layer, torch.nn.Module)}
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     watched: list[str] = []
+    unfinished: list[str] = []
     for module, name in names.items():
-        kinds = written.get(_class_of(module), ())
-        held = [names[part] for part in module.modules() if part in names and _class_of(part) in kinds]
-        if held and not is_drafted(name, layers):
+        kind = _class_of(module)
+        if kind not in written or is_drafted(name, layers):
+            continue
+        parts = {names[part]: _class_of(part) for part in module.modules() if part in names}
+        held = [part for part in parts if parts[part] in written[kind] and part not in watched] + unfinished
+        unfinished = [part for part in parts if parts[part] == written_before.get(kind)]
+        if held:
             module.register_forward_hook(partial(_forwarded, layer_saved, held))
             watched += held
     return watched

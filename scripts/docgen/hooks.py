@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from bench.markdown import Row
-from layerpush.compat.module_hooks import WRITTEN
+from layerpush.compat.module_hooks import WRITTEN, WRITTEN_BEFORE
 from scripts.docgen.tables import table
 
 DECORATOR = "maybe_transfer_kv_layer"
@@ -103,8 +103,10 @@ class Source:
             for path in makers:
                 if home in (path, *path.parents):
                     used |= unhooked & set(self._made(path))
-            bases = {layer for layer in used if not used & set(layer.lineage[1:])}
-            names = {layer.node.name: layer.name in early for layer in bases}
+            bases = {base for layer in used for base in layer.lineage[1:]}
+            names = {
+                layer.node.name: layer.name in early for layer in used if layer.name in early or layer not in bases
+            }
             if names:
                 kinds = ([name for name in sorted(names) if names[name] is known] for known in (True, False))
                 rows.append((sorted(architectures), *kinds))
@@ -188,7 +190,7 @@ def layers(_: Path) -> str:
     found = importlib.util.find_spec("vllm")
     assert found is not None
     assert found.origin is not None
-    early = {name for names in WRITTEN.values() for name in names}
+    early = {name for names in WRITTEN.values() for name in names} | {*WRITTEN_BEFORE.values()}
     rows: list[Row] = [
         (", ".join(architectures), *(", ".join(f"`{name}`" for name in names) for names in kinds))
         for architectures, *kinds in Source(Path(found.origin).parent).rows(early)

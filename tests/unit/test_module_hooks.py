@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerpush.compat.module_hooks import MLA, WRITTEN, drafted, watch
+from layerpush.compat.module_hooks import MLA, WRITTEN, WRITTEN_BEFORE, drafted, watch
 from scripts.docgen.hooks import Source
 from tests.quotes import package
 
@@ -88,6 +88,28 @@ def test_a_class_may_write_only_the_cache_of_another_layer(log: list[str]) -> No
     assert log == [f"wrote {module.name}", f"{module.name}.indexer.cache"]
 
 
+def test_a_cache_that_two_modules_hold_belongs_to_the_first(log: list[str]) -> None:
+    """DeepSeek-V4.1: a later layer's indexer reads the keys of an earlier one."""
+    first, second = (Attention(log, f"model.layers.{layer}.attn") for layer in range(LAYERS))
+    second.indexer.cache = first.indexer.cache
+    config = context(**{first.name: first, f"{first.name}.indexer.cache": first.indexer.cache, second.name: second})
+    assert watch(config, log.append, OWN) == [first.name, f"{first.name}.indexer.cache", second.name]
+
+
+def test_a_cache_is_saved_by_the_next_module_if_code_between_them_writes_it(log: list[str]) -> None:
+    """Inkling: the convolution behind a layer's MLP runs at the beginning of the next layer."""
+    modules = [Attention(log, f"model.layers.{layer}.attn") for layer in range(LAYERS)]
+    draft = Attention(log, "mtp.layers.0.attn")
+    layers = [config_of(module, module.name).compilation_config.static_forward_context for module in (*modules, draft)]
+    watch(context(**layers[0], **layers[1], **layers[2]), log.append, OWN, {kind(Attention): kind(OtherCache)})
+    for module in (*modules, draft):
+        module(X)
+    first, second = (module.name for module in modules)
+    assert [line for line in log if not line.startswith("wrote")] == [
+        first, f"{first}.indexer.cache", second, f"{second}.indexer.cache", f"{first}.indexer.other"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [
@@ -134,10 +156,12 @@ def test_neither_a_trace_nor_a_capture_saves_a_layer(
 def test_vllm_has_each_class_and_calls_no_hook_for_its_layer() -> None:
     unhooked = {layer.name: layer for layer in Source(package("vllm")).unhooked()}
     written = {name for names in WRITTEN.values() for name in names}
-    assert written <= set(unhooked)
+    assert written | {*WRITTEN_BEFORE.values()} <= set(unhooked)
     assert set(WRITTEN) - set(unhooked) == {MLA}
-    for name in WRITTEN:
-        assert name == MLA or "forward" in {getattr(node, "name", "") for node in unhooked[name].node.body}
+    assert set(WRITTEN_BEFORE) <= set(WRITTEN)
+    for name in set(WRITTEN) - {MLA}:
+        bodies = [layer.node.body for layer in unhooked[name].lineage]
+        assert "forward" in {getattr(node, "name", "") for body in bodies for node in body}
 
 
 @pytest.mark.parametrize("speculative", [None, object()])
