@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,3 +69,12 @@ def test_ucx_logs_unused_variables(tmp_path: Path) -> None:
 def test_only_threads_of_ucx_keep_connections_that_strangers_have_closed(tmp_path: Path, threads: int) -> None:
     """So the pages recommend `num_threads` 0 over TCP. Each thread has a port, and the agent itself has one."""
     assert asked(tmp_path, LOOPBACK, closed_by_strangers, threads)[0] == STRANGERS * threads
+
+
+@pytest.mark.exhaustive
+def test_nixl_reads_the_variable_for_lists_of_descriptors() -> None:
+    """`make test-all` repeats tests of WRITEs with it. NIXL reads its log level when it is imported."""
+    program = "from nixl._api import nixl_agent as new; new('asked')"
+    environment = os.environ | LOOPBACK | {"NIXL_UCX_SGL_ENABLE": "1", "NIXL_LOG_LEVEL": "DEBUG"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "UCX SGL offload enabled" in done.stdout + done.stderr
