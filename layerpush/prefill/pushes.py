@@ -14,9 +14,8 @@ While a step is being computed, ``LayerInterval`` tells when the writer polls fo
 one ends a sleep (``polls_layers``). A revocation ends any sleep. So do a step's last layer and its end, unless an
 earlier event waits for its fence: the writer polls fences.
 
-Every method runs on the writer thread, but for
-``writes_in_flight``, ``engines_in_use``, ``waiting`` and ``active``: any thread may call those. A push that is over may
-stay in the table for a moment.
+Every method runs on the writer thread, but for ``writes_in_flight``, ``engines_in_use``, ``computed``, ``waiting`` and
+``active``: any thread may call those. A push that is over may stay in the table for a moment.
 """
 
 from __future__ import annotations

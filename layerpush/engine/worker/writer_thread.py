@@ -15,8 +15,8 @@ Other threads leave work in queues. The writer is the only reader of each, and e
   their first step, and ``Claims`` takes them before it looks for a request.
 
 The writer leaves for the main thread: outcomes of loads (``VllmPushWorker.loaded``, ``failed``), ended pushes
-(``report_sent``), heartbeats and completions (``pass_on``), reports to the scheduler (``LayerwisePushWorker.report``),
-metrics (``Reporter``).
+(``report_sent``), heartbeats (``Heartbeats``), completions (``pass_on``), reports to the scheduler
+(``LayerwisePushWorker.report``), metrics (``Reporter``).
 
 Wake rules. A thread queues first and then wakes; the writer clears first, then empties the queues, then waits: so no
 wake-up is lost. ``Waker.wake`` announces work: a step, a sweep, a revocation, a task. ``wake_lazily`` announces a layer
