@@ -18,6 +18,8 @@ BLOCK_SIZE = 32
 MAX_MODEL_LEN = 4096
 PREFILL_TOKENS_PER_STEP = 256
 TRACE = "$TRACE"
+SCHEDULER_BLOCK_SIZE = "scheduler_block_size"
+"""An option of ours: the scheduler's blocks, whatever the kernel's. vLLM's CPU platform gives MLA no other than 16."""
 
 
 @dataclasses.dataclass(frozen=True)

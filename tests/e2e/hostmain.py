@@ -23,7 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from bench.servers.forkserver import end_with_parent, fork_children
-from tests.e2e.enginespec import EngineSpec
+from tests.e2e.enginespec import SCHEDULER_BLOCK_SIZE, EngineSpec
 from tests.e2e.kvwatch import KvWatch, watched_layers
 from tests.e2e.models import ADAPTER
 from tests.e2e.notifwatch import NotificationWatch
@@ -64,7 +64,10 @@ class HostedEngine:
             os.environ.pop("TORCH_COMPILE_DISABLE", None)  # vLLM reads it now; torch has read it
             torch._dynamo.config.disable = False
         self.adapter = LoRARequest("adapter", 1, f"{model}/{ADAPTER}") if options.get("enable_lora") else None
-        self.llm = LLMEngine.from_engine_args(EngineArgs(model=model, kv_transfer_config=config, **options))
+        size = options.pop(SCHEDULER_BLOCK_SIZE, None)
+        engine = EngineArgs(model=model, kv_transfer_config=config, **options).create_engine_config()
+        engine.cache_config.block_size = size or engine.cache_config.block_size
+        self.llm = LLMEngine.from_vllm_config(engine)
         self.scheduler = self.llm.engine_core.engine_core.scheduler
         self.watch: KvWatch | None = None
         if self.llm.vllm_config.parallel_config.world_size == 1:  # else the caches are in other processes

@@ -16,6 +16,8 @@ from tests.e2e.results import KvDigest
 
 NULL_BLOCK = 0
 """vLLM's place holder in block tables."""
+LATENT_CELL = 16
+"""Tokens of a digest's cell of MLA, so that engines with other block sizes can be compared."""
 POISON, POISON_BYTE = 31337.0, 0xA5
 Tables = list[list[int]]
 
@@ -46,7 +48,16 @@ def watched_layers(vllm_config: Any, kv_cache_config: Any) -> list[WatchedLayer]
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
         for name in group.layer_names
     }
-    return [WatchedLayer(context[name].kv_cache, *group_of[name]) for name in context if name in group_of]
+    caches = {
+        name: _in_blocks(context[name].kv_cache, kv_cache_config.num_blocks) for name in context if name in group_of
+    }
+    return [WatchedLayer(cache, *group_of[name]) for name, cache in caches.items()]
+
+
+def _in_blocks(cache: Any, blocks: int) -> Any:
+    """The cache by the scheduler's blocks: the kernel may have smaller ones of MLA."""
+    is_latent = isinstance(cache, torch.Tensor) and cache.ndim == 3
+    return cache.view(blocks, -1, cache.shape[2]) if is_latent else cache
 
 
 class KvWatch:
@@ -118,22 +129,24 @@ class KvWatch:
     def _digest_layer(
         self, layer: WatchedLayer, tokens: int, table: list[int], only: set[int] | None
     ) -> tuple[bytes | None, ...]:
-        """One cell per block. None for blocks behind the layer's window, for those not in `only`, and for those that an
-        unfinished prompt does not have yet.
+        """One cell per block, or per `LATENT_CELL` tokens of MLA. None for blocks behind the layer's window, for those
+        not in `only`, and for those that an unfinished prompt does not have yet.
         """
         if not isinstance(layer.cache, torch.Tensor):
             newest = table[-(-tokens // layer.tokens_per_block) - 1]
             return (_hash(*(tensor[newest] for tensor in layer.cache)),)
         size = self._block_size
-        first = 0 if layer.window is None else max(0, tokens - layer.window) // size
+        cell = min(size, LATENT_CELL) if layer.cache.ndim == 3 else size
+        first = 0 if layer.window is None else max(0, tokens - layer.window) // cell
         cells: list[bytes | None] = [None] * first
         token_axis = layer.cache.shape.index(size, 1)
-        for block in range(first, -(-tokens // size)):
+        for at in range(first * cell, tokens, cell):
+            block, start = divmod(at, size)
             if block >= len(table) or (only is not None and table[block] not in only):
                 cells.append(None)
                 continue
             slots = layer.cache[table[block]].movedim(token_axis - 1, 0)[: tokens - block * size]
-            cells.append(_hash(slots))
+            cells.append(_hash(slots[start : start + cell]))
         return tuple(cells)
 
 

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from tests.e2e.enginehost import MAX_TOKENS
-from tests.e2e.enginespec import LAYERWISE, STOCK, TRACE, EngineSpec, ModelName, transfer
+from tests.e2e.enginespec import LAYERWISE, SCHEDULER_BLOCK_SIZE, STOCK, TRACE, EngineSpec, ModelName, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check, check_tokens, prompt, send, started_on_p
 
@@ -70,14 +70,19 @@ def test_windows_with_larger_blocks_on_p(fleet: Fleet, model: ModelName) -> None
         assert handoff.push().outcome == "completed"
 
 
+@pytest.mark.parametrize(
+    ("p_size", "d_size"),
+    [(16, 16), *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in ((64, 32), (32, 64)))],
+)
 @pytest.mark.parametrize(("order", "lengths"), [("early", (1, 33, 257, 1100)), ("late", (33, 257))])
-def test_latent_attention(fleet: Fleet, order: Order, lengths: tuple[int, ...]) -> None:
+def test_latent_attention(fleet: Fleet, order: Order, lengths: tuple[int, ...], p_size: int, d_size: int) -> None:
     """MLA keeps one vector per token. KV bytes only: vLLM's CPU prefill and decode paths round it differently."""
     options = (("load_format", "dummy"), ("dtype", "bfloat16"))
+    p_options, d_options = ((*options, (SCHEDULER_BLOCK_SIZE, size)) for size in (p_size, d_size))
     p_transfer = transfer(LAYERWISE, granularity="layer", trace_dir=TRACE)
     p, d = fleet.get(
-        EngineSpec("P-mla", "P", p_transfer, options, "mla"),
-        EngineSpec("D-mla", "D", transfer(LAYERWISE), options, "mla"),
+        EngineSpec(f"P-mla-{p_size}", "P", p_transfer, p_options, "mla"),
+        EngineSpec(f"D-mla-{d_size}", "D", transfer(LAYERWISE), d_options, "mla"),
     )
     for length in lengths:
         handoff = send(p, d, prompt(length, seed=111), order)

@@ -1,5 +1,6 @@
 """Settings of vLLM that change the KV cache, the steps or the requests: D has P's KV and a plain engine's tokens."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tests.e2e import engines, probes
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Reference, check, introduce, prompt, send
+from tests.e2e.handoff import Outcome, Reference, check, check_tokens, introduce, prompt, send
 
 LENGTHS = (1, 33, 257, 700)
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
@@ -64,23 +65,22 @@ def test_the_connector_names_of_vllm(fleet: Fleet, reference: Reference) -> None
 
 
 @pytest.mark.exhaustive
-def test_both_roles(fleet: Fleet, reference: Reference) -> None:
-    """Each engine prefills for the other one."""
-    pair = fleet.get(
-        *(
-            EngineSpec(f"B{number}", "P", transfer(LAYERWISE, kv_role="kv_both", granularity="layer", trace_dir=TRACE))
-            for number in (1, 2)
-        )
-    )
+@pytest.mark.parametrize("sizes", [(32, 32), (32, 64)])
+def test_both_roles(fleet: Fleet, reference: Reference, sizes: tuple[int, int]) -> None:
+    """Each engine prefills for the other one. Only blocks of one size have the same bytes on both sides."""
+    both = transfer(LAYERWISE, kv_role="kv_both", granularity="layer", trace_dir=TRACE)
+    pair = fleet.get(*(EngineSpec(f"B{n}-{size}", "P", both, (("block_size", size),)) for n, size in enumerate(sizes)))
     for p, d in (pair, reversed(pair)):
-        check_pushes(p, d, reference)
+        check_pushes(p, d, reference, check if len({*sizes}) == 1 else check_tokens)
 
 
-def check_pushes(p: EngineHost, d: EngineHost, reference: Reference) -> None:
+def check_pushes(
+    p: EngineHost, d: EngineHost, reference: Reference, answer: Callable[[Outcome, Reference], None] = check
+) -> None:
     """Check that pushes by layer are right, for prompts around the ends of blocks and chunks."""
     introduce(p, d)
     for length in LENGTHS:
         handoff = send(p, d, prompt(length, seed=130), "early")
-        check(handoff.outcome(), reference)
+        answer(handoff.outcome(), reference)
         push = handoff.push()
         assert (push.outcome, push.fallback, push.swept_layers) == ("completed", None, 0)
