@@ -7,8 +7,8 @@ may need more free blocks than it gave back: those that a prefill engine may sti
 a sliding window computes tokens whose KV it would not have loaded. So ``Scheduler.schedule`` first moves such a request
 to the front of the other queue. If the scheduler is paused for new requests, it waits with them.
 
-A load that gives its blocks to another request ends as a failed one (``core.postponed_loads``). Its request waits for
-blocks again, whatever ``kv_load_failure_policy`` is: ``Scheduler._handle_failed_recving`` does not see it.
+A load that gives its blocks to another request ends as a failed one (``engine.scheduler.postponed_loads``). Its request
+waits for blocks again, whatever ``kv_load_failure_policy`` is: ``Scheduler._handle_failed_recving`` does not see it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from layerpush.core import replica
-from layerpush.core.postponed_loads import PostponedLoads
+from layerpush.engine.scheduler.postponed_loads import PostponedLoads
 from layerpush.prefill.claims import Claims
 from tests.unit.both_sides import (  # each adds mutants of its own
     decode,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerpush.core.postponed_loads import PostponedLoads
+from layerpush.engine.scheduler.postponed_loads import PostponedLoads
 
 COMPUTED = frozenset({"a", "other"})
 """P cannot begin "b", and holds the blocks of the prompt "a"."""

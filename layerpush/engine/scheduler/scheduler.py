@@ -40,7 +40,6 @@ from layerpush.core.load_news import (
     LoadToken,
     LoadUnregistered,
 )
-from layerpush.core.postponed_loads import PostponedLoads
 from layerpush.core.push_mode import PushMode
 from layerpush.core.request_names import Arrived
 from layerpush.core.request_params import chosen_mode, is_pushed, transfer_id
@@ -50,6 +49,7 @@ from layerpush.engine.metric_sources import watch_peer_errors
 from layerpush.engine.scheduler.awaited_pushes import AwaitedPushes
 from layerpush.engine.scheduler.hand_overs import HandOvers
 from layerpush.engine.scheduler.last_window import LastWindows
+from layerpush.engine.scheduler.postponed_loads import PostponedLoads
 from layerpush.engine.scheduler.prefix_hits import PrefixHits, Tables
 from layerpush.engine.scheduler.provisional_steps import ProvisionalSteps
 from layerpush.engine.scheduler.request_filter import RequestFilter

@@ -21,7 +21,6 @@ from layerpush.core.load_news import (
     LoadToken,
     LoadUnregistered,
 )
-from layerpush.core.postponed_loads import PostponedLoads
 from layerpush.core.replica import Replica
 from layerpush.core.request_names import named_prompts
 from layerpush.core.wire import (
@@ -42,6 +41,7 @@ from layerpush.core.wire import (
 from layerpush.decode.loads import Loads
 from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
+from layerpush.engine.scheduler.postponed_loads import PostponedLoads
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.transport.peers import Address
