@@ -75,6 +75,8 @@ class Pushes:
 
     registry: Registry
     """Set before the first turn: it asks for pushes, as pushes ask for it."""
+    max_in_flight = MAX_IN_FLIGHT
+    """So many WRITEs of one push may be in flight."""
 
     def __init__(
         self,
@@ -87,12 +89,10 @@ class Pushes:
         worker: VllmPushWorker,
         trace: TraceFile,
         meter: PushMeter,
-        max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         self._identity = identity
         self._layout = layout
         self._mode = mode
-        self._max_in_flight = max_in_flight
         self._step_events = step_events
         self._trace = trace
         self._writes = writes
@@ -247,7 +247,7 @@ class Pushes:
         if mode is not PushMode.WHOLE:
             fallback = self._identity.fallback or (SHORT_PROMPT if whole else None)
         served = mode if fallback is None else PushMode.WHOLE
-        session = PushSession(request_id, self._layer_groups, self._layout.layer_bytes, served, self._max_in_flight)
+        session = PushSession(request_id, self._layer_groups, self._layout.layer_bytes, served, self.max_in_flight)
         record = PushRecord(
             request_id=request_id,
             engine_id=self._identity.engine_id,

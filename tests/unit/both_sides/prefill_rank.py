@@ -103,8 +103,8 @@ class PrefillRank(Process):
             worker,
             trace or TraceFile(None, engine.engine_id, rank),
             meter or _Plans(world),
-            max_in_flight=world.max_in_flight,
         )
+        self.writer.max_in_flight = world.max_in_flight
         self.writer.registry = self
         self.claims = Claims(
             self.writer,
