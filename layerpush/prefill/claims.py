@@ -38,8 +38,7 @@ from layerpush.prefill.claim_table import ClaimTable
 from layerpush.prefill.decode_peers import DecodePeers
 from layerpush.prefill.links import address_of
 from layerpush.prefill.pairing import Named, Pairing
-from layerpush.prefill.prompt_requests import PromptRequest, PromptRequests
-from layerpush.prefill.prompt_requests import State as PromptState
+from layerpush.prefill.prompt_requests import PromptRequest, PromptRequests, PromptState
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.prefill.pushes import Pushes
 from layerpush.telemetry.peer_errors import PeerErrors

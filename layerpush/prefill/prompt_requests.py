@@ -26,7 +26,7 @@ IDLE_S = 1.0
 """Seconds without a step after which an engine is idle. An idle engine begins a step for every request that comes."""
 
 
-class State(enum.Enum):
+class PromptState(enum.Enum):
     QUEUED = "it has come"
     RUNNING = "its prefill has begun"
     ENDED = "it is over"
@@ -35,12 +35,16 @@ class State(enum.Enum):
 
 @dataclass(slots=True)
 class PromptRequest:
-    """A request of this engine. ``failure``: why no decode engine will get it, if it is over and none has."""
+    """A request of this engine. ``failure``: why no decode engine will get it, if it is over and none has.
+
+    It needs no table of transitions: one method of ``PromptRequests`` sets each state, whatever the state before. But a
+    request that is not over does not go ``ELSEWHERE``.
+    """
 
     request_id: str
     transfer_id: str | None = None
     prompt_digest: str | None = None
-    state: State = State.QUEUED
+    state: PromptState = PromptState.QUEUED
     failure: str | None = None
     renewed: tuple[str, ...] = ()
     """Its keys under which a later request has begun: its failure says nothing about that one."""
@@ -81,20 +85,20 @@ class PromptRequests:
         keys = self._keys_of(prompt)
         for over in (*self._ended.find(keys), *self._elsewhere.find(keys)):
             over.renewed = tuple({*over.renewed, *keys})
-        if prompt.state is not State.RUNNING:
-            prompt.state, prompt.failure = State.RUNNING, None
+        if prompt.state is not PromptState.RUNNING:
+            prompt.state, prompt.failure = PromptState.RUNNING, None
             self._keep(self._live, prompt)
         return prompt
 
     def request_ended(self, prompt: PromptRequest, failure: str | None, now: float) -> None:
         """A request is over."""
-        prompt.state, prompt.prompt_digest, prompt.failure = State.ENDED, None, failure or prompt.failure
+        prompt.state, prompt.prompt_digest, prompt.failure = PromptState.ENDED, None, failure or prompt.failure
         self._keep(self._ended, prompt, now)
 
     def rank_is_other(self, prompt: PromptRequest, failure: str, now: float) -> None:
         """A request went to another rank."""
         if (prompt.request_id,) not in self._live:
-            prompt.state, prompt.failure = State.ELSEWHERE, failure
+            prompt.state, prompt.failure = PromptState.ELSEWHERE, failure
             self._keep(self._elsewhere, prompt, now)
 
     def live(self, keys: Iterable[str]) -> list[PromptRequest]:
@@ -104,7 +108,7 @@ class PromptRequests:
     def begun_or_ended(self, keys: Iterable[str]) -> list[PromptRequest]:
         """The requests with any of these keys that have begun here, or have ended a short while ago."""
         keys = list(keys)
-        return [each for each in self._live.find(keys) if each.state is State.RUNNING] + self._ended.find(keys)
+        return [each for each in self._live.find(keys) if each.state is PromptState.RUNNING] + self._ended.find(keys)
 
     def failure_of(self, keys: Iterable[str], now: float) -> str | None:
         """Why a request that is known by one of these keys failed, unless it came again. The first key counts first,
