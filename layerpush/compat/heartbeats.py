@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 KEPT = 1 << 14
@@ -13,22 +14,22 @@ class Heartbeats:
     """
 
     def __init__(self) -> None:
-        self._named: dict[str, None] = {}
+        self._lock = threading.Lock()
+        self._named: set[str] = set()
         self._announced = False
 
     def add_requests(self, request_ids: Iterable[str]) -> bool:
         """A heartbeat names requests. True: have the main thread call ``take_requests``. Writer thread."""
-        for request_id in request_ids:
-            if len(self._named) < KEPT:
-                self._named[request_id] = None
-        announce = bool(self._named) and not self._announced
-        self._announced = self._announced or announce
-        return announce
+        with self._lock:
+            for request_id in request_ids:
+                if len(self._named) < KEPT:
+                    self._named.add(request_id)
+            announce = bool(self._named) and not self._announced
+            self._announced = self._announced or announce
+            return announce
 
     def take_requests(self) -> set[str]:
         """Remove and return the named requests. Main thread."""
-        self._announced = False  # first: a request that is named from now on is announced again, or is taken below
-        named = set()
-        while self._named:
-            named.add(self._named.popitem()[0])
+        with self._lock:
+            named, self._named, self._announced = self._named, set(), False
         return named
