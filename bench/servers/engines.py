@@ -269,7 +269,7 @@ class EngineGroup:
             spec = replace(spec, server=fork_server.command)
         with self._interrupts.shield():
             log_path = self._log_directory / f"{spec.name}.log"
-            engine = Engine(spec, self._ports.take(), self._ports.take(), log_path, fork_server)
+            engine = Engine(spec, self._ports.next_free(), self._ports.next_free(), log_path, fork_server)
             self._engines.append(engine)
         return engine
 

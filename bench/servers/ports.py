@@ -27,7 +27,7 @@ class PortAllocator:
         self._reserved = contextlib.ExitStack()
         weakref.finalize(self, self._reserved.close)
 
-    def take(self) -> int:
+    def next_free(self) -> int:
         """Reserve the next free port. Raises ``RuntimeError`` when the range is used up."""
         for port in self._candidates:
             reservation = socket.socket()

@@ -297,7 +297,9 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         error = kwargs.get("error")
         if isinstance(error, HandshakeError):  # many may fail at once: one line a second, without a traceback
             engine = kwargs.get("remote_engine_id")
-            self._handshake_errors.add("handshake", f"no handshake with engine {engine}: {error}", time.perf_counter())
+            self._handshake_errors.count(
+                "handshake", f"no handshake with engine {engine}: {error}", time.perf_counter()
+            )
         elif failure_type == SETUP_FAILED and req_id is not None and error is not None:
             self._whole_writes.setup_failed(req_id, error)  # it is logged with the push that it ends
         else:

@@ -160,10 +160,10 @@ class Loads:
                 self._dropped(self._early.add(sender, message, payload, now), now)
         elif sender not in load.session.agents:
             text = f"agent {sender} reports on {message.request_id}, which is not registered with it"
-            self._peer_errors.add("foreign status", text, now)
+            self._peer_errors.count("foreign status", text, now)
         elif isinstance(message, FirstToken) and load.registration.sampling is None:
             text = f"agent {sender} sends a first token for {message.request_id}, which has not asked for it"
-            self._peer_errors.add("foreign status", text, now)
+            self._peer_errors.count("foreign status", text, now)
         else:
             try:
                 load.on_message(sender, message, payload, now)
@@ -195,7 +195,7 @@ class Loads:
         for early in messages:
             if isinstance(early.message, Completion):
                 text = f"agent {early.sender} completes {early.message.request_id}, which does not wait"
-                self._peer_errors.add("late completion", text, now)
+                self._peer_errors.count("late completion", text, now)
 
     def _on_registered(self, load: Load, events: Sequence[Event], now: float) -> None:
         request_id = load.session.request_id

@@ -115,4 +115,4 @@ class Outcomes:
         record.rank = self._worker.tp_rank
         if record.prefill_engine_id is not None:
             record.clock_offset = self._worker.clock_offset(record.prefill_engine_id)
-        self._trace.add(record)
+        self._trace.write_record(record)

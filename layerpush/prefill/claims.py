@@ -123,7 +123,7 @@ class Claims:
         self._take_arrivals(now)
         claim = self._claims.get(message.key)
         if self._is_foreign(sender, claim):
-            self._peer_errors.add("foreign cancel", f"agent {sender} cancels {message.request_id}, not its own", now)
+            self._peer_errors.count("foreign cancel", f"agent {sender} cancels {message.request_id}, not its own", now)
         elif self._connections.closing(message.decode_engine_id) is None:  # else it asks again later
             self.peers.engine_alive(message.decode_engine_id, now)
             self._handle(claim, protocol.CancelledByD(message, self._is_busy(claim)), now)
@@ -133,7 +133,7 @@ class Claims:
         claim = self._claims.get(message.key)
         if self._is_foreign(sender, claim):
             text = f"agent {sender} unregisters {message.request_id}, not its own"
-            self._peer_errors.add("foreign unregister", text, now)
+            self._peer_errors.count("foreign unregister", text, now)
         elif self._connections.closing(message.decode_engine_id) is None:
             self._handle(claim, protocol.Withdrawn(message), now)
 
@@ -334,7 +334,7 @@ class Claims:
 
     def _log_refusal(self, claim: Claim, reason: str, now: float) -> None:
         if reason == NO_REQUEST:  # anybody may cause many of these
-            self._peer_errors.add("unknown request", f"no push for {claim.request_id}: {reason}", now)
+            self._peer_errors.count("unknown request", f"no push for {claim.request_id}: {reason}", now)
         else:
             logger.warning("layerpush: no push for %s: %s", claim.request_id, reason)
 
@@ -396,7 +396,7 @@ class Claims:
             self._handle(claim, protocol.Dropped(), now)
 
     def _report_in_use(self, claim: Claim, action: protocol.ReportInUse, now: float) -> None:
-        self._peer_errors.add("id in use", f"agent {action.sender} registers {claim.request_id}: {IN_USE}", now)
+        self._peer_errors.count("id in use", f"agent {action.sender} registers {claim.request_id}: {IN_USE}", now)
 
     ACTIONS: ClassVar[dict[type[Action], Callable[..., Any]]] = {
         protocol.Tell: _tell,

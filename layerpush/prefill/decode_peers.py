@@ -137,7 +137,7 @@ class DecodePeers:
             elsewhere = address != address_of(registration)
             what = "which lives elsewhere" if elsewhere else "of which it is no living rank that we write to"
             text = f"agent {sender} registers {registration.request_id} as engine {engine_id}, {what}"
-            self._peer_errors.add("engine id in use", text, now)
+            self._peer_errors.count("engine id in use", text, now)
 
     def tick(self, now: float) -> None:
         """Forget old answers."""

@@ -480,7 +480,7 @@ class Push:
             if whole:
                 self._whole_write_ended(transfer, landed=error is None)
             elif error is None:
-                self.written.add(record)
+                self.written.write_landed(record)
             if error is None:
                 services.meter.landed(record, record.plan, whole=whole)
             elif not transfer.is_cancelled:

@@ -262,7 +262,7 @@ class Pushes:
     def _closed(self, push: Push) -> None:
         if self._pushes.get(push.request_id) is push:
             self._pushes.remove(push)
-            self._trace.add(push.record)
+            self._trace.write_record(push.record)
             self._report_ended(push.request_id, push.session.failure)
 
     def _report_ended(self, request_id: str, failure: str | None) -> None:

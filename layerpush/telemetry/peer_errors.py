@@ -25,7 +25,7 @@ class PeerErrors:
     not logged since the line before.
 
     Kinds beyond ``MAX_KINDS`` count as one kind, "other". A text may contain bytes from a peer: it is logged as one
-    short line. One thread adds; any thread may read ``counts``.
+    short line. One thread counts; any thread may read ``counts``.
     """
 
     def __init__(self, logger: logging.Logger, quiet_s: float = QUIET_S) -> None:
@@ -34,7 +34,7 @@ class PeerErrors:
         self._quiet_s = quiet_s
         self._kinds: dict[str, _LoggedKind] = {}
 
-    def add(self, kind: str, text: str, now: float) -> None:
+    def count(self, kind: str, text: str, now: float) -> None:
         """Count an error of this kind. Log ``text`` unless the kind's last line is younger than ``quiet_s``.
 
         ``now`` is in seconds on any clock that only goes forward.

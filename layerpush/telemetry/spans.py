@@ -41,7 +41,7 @@ class Spans:
         if len(self._headers) > HEADERS_KEPT:
             del self._headers[next(iter(self._headers))]
 
-    def add(self, record: PushRecord | LoadRecord) -> None:
+    def record_ended(self, record: PushRecord | LoadRecord) -> None:
         """Emit the span of a push or load that is over. A load that is recorded twice gets one span."""
         headers = self._headers.pop(record.request_id, None)
         marks = [at for at in _marks(record) if at is not None]
@@ -54,7 +54,7 @@ class Spans:
             self._emit(f"layerpush.{record.kind}", start, end, attributes, headers)
         except Exception as error:  # noqa: BLE001  a defective exporter costs a span, never a push
             text = f"the span of {record.request_id} is lost: {type(error).__name__}: {error}"
-            self._peer_errors.add("span lost", text, time.perf_counter())
+            self._peer_errors.count("span lost", text, time.perf_counter())
 
 
 class SpannedTrace(TraceFile):
@@ -64,10 +64,10 @@ class SpannedTrace(TraceFile):
         super().__init__(directory, engine_id, rank)
         self._spans = spans
 
-    def add(self, record: Record) -> None:
-        super().add(record)
+    def write_record(self, record: Record) -> None:
+        super().write_record(record)
         if not isinstance(record, FirstTokenRecord):
-            self._spans.add(record)
+            self._spans.record_ended(record)
 
 
 def _marks(record: PushRecord | LoadRecord) -> tuple[float | None, ...]:

@@ -74,7 +74,7 @@ class TraceFile:
         """The number of lost records. Any thread."""
         return self._counts.dropped
 
-    def add(self, record: Record) -> None:
+    def write_record(self, record: Record) -> None:
         """Queue a record that the caller will not change any more. Never blocks. One thread of a process."""
         if self._thread is None:
             return
@@ -87,7 +87,7 @@ class TraceFile:
             self._counts.crowded_out += 1
             behind = self._queue.qsize()
             text = f"the trace {self._path} is {behind} records of {waiting} rows behind: this one is dropped"
-            self._peer_errors.add("trace behind", text, time.perf_counter())
+            self._peer_errors.count("trace behind", text, time.perf_counter())
         else:
             self._counts.queued(rows)
 
@@ -123,7 +123,7 @@ class TraceFile:
                 write()
             except (OSError, ValueError) as error:  # a full disk may have room again; an id may be invalid text
                 text = f"the trace {self._path} cannot be written: {error}"
-                peer_errors.add("trace lost", text, time.perf_counter())
+                peer_errors.count("trace lost", text, time.perf_counter())
                 return False
             return True
 

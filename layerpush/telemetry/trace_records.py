@@ -84,7 +84,7 @@ class WriteSums(msgspec.Struct):
     descriptors: int = 0
     post_s: float = 0.0
 
-    def add(self, write: WriteRecord) -> None:
+    def write_landed(self, write: WriteRecord) -> None:
         """One more has landed."""
         self.bytes += write.bytes
         self.descriptors += write.descriptors

@@ -175,7 +175,7 @@ class Connections:
         self.reach(address, send, now, tries=1)
 
     def _unanswered(self, address: Address, reason: str, now: float) -> None:
-        self._peer_errors.add("unanswered", f"cannot answer engine {address.engine_id}: {reason}", now)
+        self._peer_errors.count("unanswered", f"cannot answer engine {address.engine_id}: {reason}", now)
 
     def notify_unconnected(self, contact: bytes, payload: bytes) -> bool:
         """Send to an agent without a handshake; False if that is impossible."""

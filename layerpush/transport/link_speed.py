@@ -121,7 +121,7 @@ class LinkSpeed:
         if due > 0:
             measured, known = max(1.0, took / due), self._slowdown
             self._slowdown = measured if measured > known else known + RECOVERED * (measured - known)
-        self._landed.add(size, descriptors, took)
+        self._landed.write_landed(size, descriptors, took)
         self.terms = self._landed.fitted(self.terms)
 
     def next_poll(self, now: float, *, halfway: bool = False) -> float:
@@ -174,7 +174,7 @@ class _Landed:
     def descriptors_per_byte(self) -> float:
         return self._d / self._n if self._n else 0.0
 
-    def add(self, n: int, d: int, t: float) -> None:
+    def write_landed(self, n: int, d: int, t: float) -> None:
         self.weight = KEPT * self.weight + 1
         self._n, self._d, self._t = KEPT * self._n + n, KEPT * self._d + d, KEPT * self._t + t
         self._nn, self._nd, self._dd = KEPT * self._nn + n * n, KEPT * self._nd + n * d, KEPT * self._dd + d * d

@@ -61,7 +61,7 @@ def process_groups() -> Iterator[None]:
     calm.register()
     plugin.register()
     with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{PORTS.take()}", 0, "gloo")
+        parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{PORTS.next_free()}", 0, "gloo")
         parallel_state.initialize_model_parallel(backend="gloo")
     yield
     parallel_state.destroy_model_parallel()
@@ -84,7 +84,7 @@ def engine(world: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     engines: list[Engine] = []
 
     def build(role: str, extra: dict[str, Any] | None = None, **options: Any) -> Engine:
-        port, kind, made = PORTS.take(), options.pop("kind", Engine), options.pop("made", {})
+        port, kind, made = PORTS.next_free(), options.pop("kind", Engine), options.pop("made", {})
         made |= {name: options.pop(name) for name in ("layout", "runner") if name in options}
         engines.append(kind(config_of(model, role, f"{role}-{port}", extra, **options), port, **made))
         return engines[-1]

@@ -203,7 +203,7 @@ def decode(world: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         window: int = WINDOW,
         scheduling: str = "fcfs",
     ) -> Decode:
-        port = PORTS.take()
+        port = PORTS.next_free()
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
         config = config_of(
             model, role, f"{role}-{port}", extra, enable_prefix_caching=caching, max_num_seqs=16,

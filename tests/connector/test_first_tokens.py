@@ -211,7 +211,7 @@ def decode(world: None, model: Path, monkeypatch: pytest.MonkeyPatch, scheduler:
     def build(
         first_token: str = "prefill", policy: str = "recompute", role: str = "kv_consumer", **options: Any
     ) -> Decode:
-        port = PORTS.take()
+        port = PORTS.next_free()
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
         chosen = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, **options}
         config = config_of(model, role, f"e-{port}", {"first_token": first_token}, **chosen)

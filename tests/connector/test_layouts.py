@@ -38,7 +38,7 @@ def worker(world: None, model: Path) -> Iterator[Make]:
     made = []
 
     def build(layout: str, caches: dict[str, torch.Tensor], sizes: dict[str, int]) -> Any:
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(PORTS.take())
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(PORTS.next_free())
         config = config_of(model, "kv_producer", "p")
         config.cache_config.num_gpu_blocks, config.cache_config.kv_cache_layout = BLOCKS, layout
         specs = {

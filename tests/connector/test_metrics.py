@@ -151,7 +151,7 @@ def test_records_that_the_trace_files_of_both_processes_lack_are_counted(
     d = engine("kv_consumer", {"trace_dir": str(tmp_path)})
     for part in (d.worker.connector_worker, d.connector.connector_scheduler):
         trace = part._trace
-        trace.add(first_token(request_id="\ud800"))  # not valid JSON
+        trace.write_record(first_token(request_id="\ud800"))  # not valid JSON
         until(lambda: trace.dropped == 1)  # noqa: B023
     until(lambda: d.step() and scraped(front_end, d).value("dropped_records_total", queue="trace") == 2)
 

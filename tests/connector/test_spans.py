@@ -27,7 +27,7 @@ def engine(world: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     engines: list[Decode] = []
 
     def build(endpoint: str | None) -> Decode:
-        port = PORTS.take()
+        port = PORTS.next_free()
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
         config = config_of(model, "kv_both", f"spans-{port}", otlp_traces_endpoint=endpoint)
         engines.append(Decode(config, cache_config()))
@@ -90,7 +90,7 @@ def test_vllms_hook_puts_the_push_span_below_the_clients_span(exported: Any) -> 
 
     spans = Spans(emit_span, REQUEST_ID)
     spans.expect(push().request_id, HEADERS)
-    spans.add(push(t_first_planned=1.0, t_last_ready=2.0))
+    spans.record_ended(push(t_first_planned=1.0, t_last_ready=2.0))
     (span,) = exported.get_finished_spans()
     assert span.name == "layerpush.push"
     assert f"{span.context.trace_id:032x}" == TRACE
@@ -108,7 +108,7 @@ def test_without_opentelemetry_nothing_is_exported(exported: Any, monkeypatch: p
     monkeypatch.setattr(otel, "_IS_OTEL_AVAILABLE", False)
     spans = Spans(emit_span, REQUEST_ID)
     spans.expect(push().request_id, HEADERS)
-    spans.add(push(t_first_planned=1.0, t_last_ready=2.0))
+    spans.record_ended(push(t_first_planned=1.0, t_last_ready=2.0))
     assert exported.get_finished_spans() == ()
 
 

@@ -29,7 +29,7 @@ PORTS = PortAllocator()
 @contextlib.contextmanager
 def stub(word: str = "token") -> Iterator[str]:
     """The URL of an engine that answers every prompt with the same words."""
-    url = f"http://127.0.0.1:{(port := PORTS.take())}"
+    url = f"http://127.0.0.1:{(port := PORTS.next_free())}"
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.contract.stubengine", "--port", str(port), "--word", word], cwd=ROOT
     )

@@ -38,7 +38,7 @@ def serve(request: pytest.FixtureRequest) -> Iterator[Serve]:
     stop, threads = threading.Event(), []
 
     def start(agent_metadata: bytes) -> int:
-        port, ready = PORTS.take(), threading.Event()
+        port, ready = PORTS.next_free(), threading.Event()
         answers = {(0, 0): handshake(agent_metadata), (1, 3): handshake(agent(str(uuid.uuid4())).get_agent_metadata())}
         threads.append(
             threading.Thread(target=listener(request.param), args=(answers, ready, stop, HOST, port), daemon=True)
@@ -72,7 +72,7 @@ def test_the_side_channel_answers_for_its_own_agents_only(serve: Serve, ours: tu
 
 @pytest.mark.slow
 def test_verdicts_about_a_stopped_a_continued_and_a_dead_process() -> None:
-    ports = {"vllm": PORTS.take(), "layerpush": PORTS.take()}
+    ports = {"vllm": PORTS.next_free(), "layerpush": PORTS.next_free()}
     pipe, theirs = fork_server().Pipe()
     process = fork_server().Process(target=sidechannel.serve, args=(theirs, *ports.values()), daemon=True)
     process.start()
@@ -108,7 +108,7 @@ def test_a_bad_query_crashes_stock_vllms_side_channel(ours: tuple[str, bytes]) -
     import zmq
 
     _, metadata = ours
-    port, ready, stop = PORTS.take(), threading.Event(), threading.Event()
+    port, ready, stop = PORTS.next_free(), threading.Event(), threading.Event()
     crashed: list[object] = []
 
     def run() -> None:

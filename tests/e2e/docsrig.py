@@ -66,8 +66,8 @@ class Machine:
 
     def new_ports(self) -> None:
         """Take new ports, different from those of earlier servers."""
-        self.numbers = {port: self.ports.take() for port in PAGES_PORTS}
-        self.proxy_port = self.ports.take()
+        self.numbers = {port: self.ports.next_free() for port in PAGES_PORTS}
+        self.proxy_port = self.ports.next_free()
 
     def here(self, text: str) -> str:
         """A page's text with this machine's addresses, ports and model."""

@@ -24,7 +24,7 @@ class Fleet:
     def __init__(self, models: ModelShelf, scratch: pathlib.Path, ports: PortAllocator) -> None:
         self._models = models
         self._scratch = scratch
-        self._take_port = ports.take
+        self._take_port = ports.next_free
         self._hosts: OrderedDict[EngineSpec, EngineHost] = OrderedDict()
         self._in_use: list[EngineHost] = []
         self._guests: list[EngineHost] = []

@@ -112,7 +112,7 @@ class Rig:
 
     def proxy(self, *options: str, module: str = PROXY) -> contextlib.AbstractContextManager[ProxyProcess]:
         """Another proxy in front of the same engines."""
-        return proxy(self.scratch, self.ports.take(), self.prefill, self.decodes, options, module)
+        return proxy(self.scratch, self.ports.next_free(), self.prefill, self.decodes, options, module)
 
     def working_decode(self) -> Engine | None:
         """The D with a request."""
@@ -160,7 +160,7 @@ class ReservedPorts(PortAllocator):
     the first P's last process is gone: it ends later than its client.
     """
 
-    def take(self) -> int:
+    def next_free(self) -> int:
         port = next(self._candidates)
         until(lambda: nobody_listens(port), f"port {port} is free")
         return port
@@ -181,7 +181,7 @@ def rig(scratch: Path) -> Iterator[Rig]:
     """All servers, ready until the block ends."""
     model = model_with_tokenizer(scratch / "model")
     ports = PortAllocator(PROXY_PORTS)
-    at_p = (ports.take(), ports.take())
+    at_p = (ports.next_free(), ports.next_free())
     tracing = {"trace_dir": str(scratch / "trace")}
     with Interrupts() as interrupts, contextlib.ExitStack() as groups:
 
@@ -197,7 +197,7 @@ def rig(scratch: Path) -> Iterator[Rig]:
         prefill = start_prefill("prefill-first")
         others.wait_ready(decodes)
         until(prefill.is_ready, "P is ready", START_TIMEOUT_S)
-        with proxy(scratch, ports.take(), prefill, decodes) as served:
+        with proxy(scratch, ports.next_free(), prefill, decodes) as served:
             running = Rig(scratch, ports, served.url, prefill, decodes, start_prefill)
             running.introduce()
             yield running

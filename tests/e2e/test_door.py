@@ -142,7 +142,7 @@ def test_an_engine_that_cannot_be_reached_fails_its_request_only(
     p, d = fleet.get(engines.P_LAYER, engines.D_RECOMPUTING if policy == "recompute" else engines.D_LAYER)
     handoff = Handoff(new_id(), TOKENS, p, d)
     place: dict[str, Any] = {
-        "refused port": {"remote_engine_id": f"ghost-{new_id()}", "remote_port": PORTS.take()},
+        "refused port": {"remote_engine_id": f"ghost-{new_id()}", "remote_port": PORTS.next_free()},
         "no such host": {"remote_engine_id": f"ghost-{new_id()}", "remote_host": "no-such-host.invalid"},
         "another engine's id": {"remote_engine_id": f"ghost-{new_id()}"},
     }[wrong]
@@ -190,7 +190,7 @@ def test_a_hostile_side_channel_fails_its_request_only(fleet: Fleet, reference: 
     with ExitStack() as stack:
         for name, answer in HOSTILE_ANSWERS.items():
             handoff = Handoff(new_id(), SHORT, p, d)
-            ghost = {"remote_engine_id": f"ghost-{new_id()}", "remote_port": PORTS.take()}
+            ghost = {"remote_engine_id": f"ghost-{new_id()}", "remote_port": PORTS.next_free()}
             channel = side_channel(ghost["remote_port"], answer, p.port, ghost["remote_engine_id"])
             asked[name] = stack.enter_context(channel)
             params = handoff.to_d().kv_transfer_params

@@ -74,7 +74,7 @@ def prometheus(scratch: Path, engines: Served) -> Iterator[str]:
         "scrape_configs": [{"job_name": "vllm", "static_configs": targets}],
     }
     (scratch / "prometheus.yml").write_text(yaml.safe_dump(settings))
-    address = f"127.0.0.1:{PortAllocator(PROMETHEUS_PORTS).take()}"
+    address = f"127.0.0.1:{PortAllocator(PROMETHEUS_PORTS).next_free()}"
     command = [str(PROGRAMS / "prometheus"), f"--config.file={scratch / 'prometheus.yml'}"]
     command += [f"--storage.tsdb.path={scratch / 'data'}", f"--web.listen-address={address}"]
     with (scratch / "prometheus.log").open("wb") as log:

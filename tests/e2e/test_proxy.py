@@ -120,7 +120,7 @@ def test_several_answers_and_several_prompts(servers: Rig) -> None:
 @pytest.fixture(scope="module")
 def starts_on_p(servers: Rig) -> Iterator[ProxyProcess]:
     """A proxy whose only D starts its answers with P's token. It knows P."""
-    with proxy(servers.scratch, servers.ports.take(), servers.prefill, servers.decodes[1:]) as served:
+    with proxy(servers.scratch, servers.ports.next_free(), servers.prefill, servers.decodes[1:]) as served:
         served.client.completions.create(prompt="w5 w6", **GREEDY)
         yield served
 

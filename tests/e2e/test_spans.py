@@ -73,7 +73,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         patch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
         patch.setenv("NO_PROXY", "127.0.0.1")
-        taken = stack.enter_context(collector(ports.take()))
+        taken = stack.enter_context(collector(ports.next_free()))
         interrupts = stack.enter_context(Interrupts())
         group = stack.enter_context(EngineGroup(scratch, interrupts, ports))
         model = write_model(scratch / "model", SHAPE)
@@ -84,7 +84,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         d = group.start(server_spec("D", "decode", model, *options, extra=extra[1]))
         p = group.start(server_spec("P", "prefill", model, *options, extra=extra[0], kind=kind))
         group.wait_ready([p, d])
-        url = stack.enter_context(proxy(scratch, ports.take(), p, [d])).url
+        url = stack.enter_context(proxy(scratch, ports.next_free(), p, [d])).url
         yield Servers(url, taken, folders)
 
 

@@ -110,9 +110,9 @@ def router(scratch: Path, ports: PortAllocator, page: str, engines: Mapping[str,
     urls = {f"http://{host}:8000": url for host, url in engines.items()}
     documented = shlex.split(block(page, "vllm-router").text.replace("\\\n", ""))
     assert urls.keys() == {word for word in documented if word.startswith("http://")}
-    port = ports.take()
+    port = ports.next_free()
     command = [str(ROUTER), *(urls.get(word, word) for word in documented[1:])]
-    command += ["--port", str(port), "--prometheus-port", str(ports.take())]
+    command += ["--port", str(port), "--prometheus-port", str(ports.next_free())]
     with (scratch / f"router-{port}.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
@@ -176,7 +176,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     scratch = tmp_path_factory.mktemp("router")
     model = model_with_tokenizer(scratch / "model")
     ports = PortAllocator(ROUTER_PORTS)
-    places = [(ports.take(), ports.take()) for _ in range(2)]
+    places = [(ports.next_free(), ports.next_free()) for _ in range(2)]
     extra: dict[str, object] = {"trace_dir": str(scratch / "trace"), "unknown_request_timeout_s": UNKNOWN_S}
     with Interrupts() as interrupts, contextlib.ExitStack() as groups:
 
@@ -254,7 +254,7 @@ def test_a_prefill_engine_refuses(stack: Stack) -> None:
         assert "P refuses" in error.value.response.text or f"status {refusal}" in error.value.response.text
         return error.value.status_code
 
-    with refusing(p, stack.ports.take()) as at_p:
+    with refusing(p, stack.ports.next_free()) as at_p:
         engines = {"10.0.0.1": at_p, "10.0.0.2": d.url}
         with router(stack.scratch, stack.ports, "docs/routers.md", engines) as url:
             client = client_of(url)

@@ -83,7 +83,7 @@ def test_doctor_passes_on_this_installation(monkeypatch: pytest.MonkeyPatch) -> 
     """Checks this machine for real: no check fails; warnings are allowed."""
     for name in [name for name in os.environ if name.startswith(("UCX_", "VLLM_"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(PortAllocator(DOCTOR_PORTS).take()))
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(PortAllocator(DOCTOR_PORTS).next_free()))
     result = runner.invoke(app, ["doctor", "--json"])
     findings = {finding["check"]: finding for finding in json.loads(result.stdout)}
     assert list(findings) == list(doctor.CHECKS)

@@ -189,11 +189,11 @@ def test_ports_are_handed_out_once_and_only_when_free():
     wanted = [port for port in ALLOCATOR_PORTS if is_free(port)]
     with socket.create_server(("127.0.0.1", wanted[0])):
         ports = PortAllocator(wanted)
-        taken = [ports.take() for _ in wanted[1:]]
+        taken = [ports.next_free() for _ in wanted[1:]]
         assert sorted(taken) == wanted[1:]
         for exhausted in (ports, PortAllocator(wanted)):
             with pytest.raises(RuntimeError, match="no free TCP port"):
-                exhausted.take()
+                exhausted.next_free()
 
 
 def test_a_server_is_not_ready_if_another_one_answers_on_its_port(tmp_path: Path) -> None:

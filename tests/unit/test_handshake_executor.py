@@ -60,7 +60,7 @@ def handshakes() -> Iterator[HandshakeExecutor]:
 @pytest.fixture
 def silent() -> Iterator[int]:
     """A port of SILENT that accepts connections and says nothing."""
-    with socket.create_server((SILENT, PORTS.take()), backlog=128) as listener:
+    with socket.create_server((SILENT, PORTS.next_free()), backlog=128) as listener:
         yield listener.getsockname()[1]
 
 
@@ -154,7 +154,7 @@ def test_a_hostile_side_channel_fails_its_handshake_only(
 
 def test_a_refused_connection_fails_at_once(handshakes: HandshakeExecutor) -> None:
     with pytest.raises(HandshakeError, match="ConnectionRefusedError"):
-        submit(handshakes, HOST, PORTS.take()).result(4)
+        submit(handshakes, HOST, PORTS.next_free()).result(4)
 
 
 def test_an_engine_may_answer_so_many_bytes_in_all(handshakes: HandshakeExecutor) -> None:

@@ -170,7 +170,7 @@ class Engine:
     def clock_offset(self, engine_id: str) -> None:
         """The clocks were not compared."""
 
-    def add(self, record: LoadRecord) -> None:
+    def write_record(self, record: LoadRecord) -> None:
         self.records.append(record)
 
     def _note(self, what: str, request_id: str) -> None:

@@ -21,7 +21,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_repeated_errors_log_one_line_per_second_with_a_count(lines: list[str]) -> None:
     peer_errors = PeerErrors(LOGGER)
     for moment in range(2500):
-        peer_errors.add("garbage", f"number {moment}", moment / 1000)
+        peer_errors.count("garbage", f"number {moment}", moment / 1000)
 
     assert lines == [
         "layerpush: number 0",
@@ -34,7 +34,7 @@ def test_repeated_errors_log_one_line_per_second_with_a_count(lines: list[str]) 
 def test_a_line_after_a_quiet_time_has_no_count(lines: list[str]) -> None:
     peer_errors = PeerErrors(LOGGER)
     for now in (0.0, 0.5, 1.5, 2.5):
-        peer_errors.add("garbage", "again", now)
+        peer_errors.count("garbage", "again", now)
     assert lines == [
         "layerpush: again",
         "layerpush: again (1 more like it since the last line)",
@@ -46,18 +46,18 @@ def test_kinds_beyond_the_limit_count_as_other(lines: list[str], monkeypatch: py
     monkeypatch.setattr("layerpush.telemetry.peer_errors.MAX_KINDS", 3)
     peer_errors = PeerErrors(LOGGER)
     for number in range(100):
-        peer_errors.add(f"kind {number}", "text", 0.0)
-    peer_errors.add("kind 1", "text", 0.0)
+        peer_errors.count(f"kind {number}", "text", 0.0)
+    peer_errors.count("kind 1", "text", 0.0)
 
     assert peer_errors.counts == {"kind 0": 1, "kind 1": 2, "kind 2": 1, "other": 97}
     assert len(lines) == 4
 
 
 def test_control_characters_cannot_forge_a_log_line(lines: list[str]) -> None:
-    PeerErrors(LOGGER).add("garbage", "one\ntwo\x1b[2J\u2028three", 0.0)
+    PeerErrors(LOGGER).count("garbage", "one\ntwo\x1b[2J\u2028three", 0.0)
     assert lines == ["layerpush: one?two?[2J?three"]
 
 
 def test_a_long_text_is_cut(lines: list[str]) -> None:
-    PeerErrors(LOGGER).add("garbage", "x" * 10_000, 0.0)
+    PeerErrors(LOGGER).count("garbage", "x" * 10_000, 0.0)
     assert lines == ["layerpush: " + "x" * MAX_TEXT_CHARS]

@@ -42,7 +42,7 @@ Talk = Callable[[socket.socket], None]
 @contextmanager
 def listening(talk: Talk | None) -> Iterator[int]:
     """A port where ``talk`` serves each connection on a thread of its own; None: nothing accepts connections."""
-    listener = socket.create_server((HOST, PORTS.take()))
+    listener = socket.create_server((HOST, PORTS.next_free()))
     threads: list[threading.Thread] = []
 
     def accept() -> None:
@@ -139,7 +139,7 @@ def test_stock_engines_decode_the_answer_of_a_layerpush_engine() -> None:
 
 
 def test_a_closed_port_proves_the_end_of_the_agent() -> None:
-    assert ask(PORTS.take()) is Verdict.ENDED
+    assert ask(PORTS.next_free()) is Verdict.ENDED
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_the_probe_reads_at_most_the_largest_answer() -> None:
 @pytest.mark.parametrize("host", ["", "\0", "a..b", "x" * 300, "300.1.1.1.", "[", "-"])
 def test_invalid_hosts_give_an_unknown_verdict(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     offline(monkeypatch)
-    assert ask(PORTS.take(), host=host) is Verdict.UNKNOWN
+    assert ask(PORTS.next_free(), host=host) is Verdict.UNKNOWN
 
 
 @pytest.mark.parametrize("port", [0, -1, 1 << 16])
@@ -254,7 +254,7 @@ def test_a_name_lookup_that_hangs_gives_an_unknown_verdict(monkeypatch: pytest.M
         return []
 
     offline(monkeypatch, hang)
-    assert ask(PORTS.take(), host="p.example", timeout_s=TIMEOUT_S) is Verdict.UNKNOWN
+    assert ask(PORTS.next_free(), host="p.example", timeout_s=TIMEOUT_S) is Verdict.UNKNOWN
     over.set()
 
 
@@ -263,7 +263,7 @@ def addresses(*ports: int) -> list[Any]:
 
 
 def test_every_address_of_a_name_must_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusing = [PORTS.take(), PORTS.take()]
+    refusing = [PORTS.next_free(), PORTS.next_free()]
     offline(monkeypatch, lambda: addresses(*refusing))
     assert ask(1, host="p.example") is Verdict.ENDED
     with listening(None) as silent:
@@ -276,7 +276,7 @@ def test_every_address_of_a_name_must_refuse(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_unreachable_address_does_not_count_as_refusing(monkeypatch: pytest.MonkeyPatch) -> None:
     unreachable = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("255.255.255.255", 1))
-    refusing = PORTS.take()
+    refusing = PORTS.next_free()
     for found in ([unreachable, *addresses(refusing)], [*addresses(refusing), unreachable]):
         offline(monkeypatch, lambda found=found: found)
         assert ask(1, host="p.example") is Verdict.UNKNOWN
@@ -294,7 +294,7 @@ def test_a_probe_leaves_no_file_or_thread_open() -> None:
         listening(None) as silent,
         listening(hostile_talk) as hostile,
     ):
-        refused = PORTS.take()
+        refused = PORTS.next_free()
         probe(HOST, alive, NAME, 0)
         before, threads = files(), threading.active_count()
         verdicts = set()
@@ -329,7 +329,7 @@ def test_verdicts_come_on_the_probers_thread(prober: Prober) -> None:
         verdicts.put((key, verdict, threading.current_thread().name))
 
     for key in range(3):
-        prober.start(HOST, PORTS.take(), NAME, 0, partial(hear, key))
+        prober.start(HOST, PORTS.next_free(), NAME, 0, partial(hear, key))
     assert [verdicts.get(timeout=10) for _ in range(3)] == [(key, Verdict.ENDED, "layerpush-probe") for key in range(3)]
     (thread,) = probing()
     assert thread.daemon
@@ -409,13 +409,13 @@ def test_a_contact_is_nixls_description_of_the_agent() -> None:
         assert contact_of(HOST, port, 0) == b"nixlSerDes|Agent$" + NAME.encode() + b"|"
     with listening(sends(answer(b"", b""))) as port:
         assert contact_of(HOST, port, 0) is None
-    assert contact_of(HOST, PORTS.take(), 0) is None
+    assert contact_of(HOST, PORTS.next_free(), 0) is None
 
 
 def test_a_search_ends_with_the_contact_or_with_nothing(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
     found: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     with listening(sends(GOOD)) as port:
-        prober.search(HOST, PORTS.take(), 0, found.put)
+        prober.search(HOST, PORTS.next_free(), 0, found.put)
         prober.search(HOST, port, 0, found.put)
         assert found.get(timeout=PATIENCE_S).endswith(NAME.encode() + b"|")
     assert found.empty()
@@ -425,7 +425,7 @@ def test_searches_leave_room_for_probes(prober: Prober, monkeypatch: pytest.Monk
     held = HeldProbe(monkeypatch)
     held.start(prober, 0)
     for _ in range(2 * probe_module.MAX_SEARCHING):
-        prober.search(HOST, PORTS.take(), 0, lambda _: None)
+        prober.search(HOST, PORTS.next_free(), 0, lambda _: None)
     assert prober._jobs.qsize() == probe_module.MAX_SEARCHING
     held.let()
 

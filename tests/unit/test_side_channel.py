@@ -97,7 +97,7 @@ class Asker:
 def listening(
     host: str = "127.0.0.1", answers: HandshakeAnswers = ANSWERS, limit: int = MAX_CONNECTIONS
 ) -> Iterator[Asker]:
-    asker, ready, stop = Asker(host, PORTS.take()), threading.Event(), threading.Event()
+    asker, ready, stop = Asker(host, PORTS.next_free()), threading.Event(), threading.Event()
     listener = Listener(bind(host, asker.port), answers, stop, limit)
     thread = threading.Thread(target=listener.run, args=(ready,), daemon=True)
     thread.start()
@@ -467,7 +467,7 @@ def test_a_port_that_is_taken_for_long_ends_the_start(
 ) -> None:
     monkeypatch.setattr(side_channel, "BIND_S", 0.3)
     monkeypatch.setattr(side_channel, "BIND_RETRY_S", 0.05)
-    port = PORTS.take()
+    port = PORTS.next_free()
     with (
         caplog.at_level(logging.WARNING, "vllm.layerpush"),
         socket.create_server(("127.0.0.1", port)),
@@ -484,7 +484,7 @@ def test_a_port_that_is_free_after_a_while_is_taken(
 ) -> None:
     """An engine that is restarted too soon finds the port of the one before."""
     monkeypatch.setattr(side_channel, "BIND_RETRY_S", 0.05)
-    port = PORTS.take()
+    port = PORTS.next_free()
     before = socket.create_server(("127.0.0.1", port))
     connected_before = socket.create_connection(("127.0.0.1", port))
     accepted, _ = before.accept()
@@ -503,12 +503,12 @@ def test_a_port_that_is_free_after_a_while_is_taken(
 def test_an_address_of_no_interface_ends_the_start(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setattr(side_channel, "BIND_S", 0.0)
     with pytest.raises(SideChannelError, match="VLLM_NIXL_SIDE_CHANNEL_HOST must be an address of this machine"):
-        bind(host, PORTS.take())
+        bind(host, PORTS.next_free())
 
 
 def test_a_signal_ends_the_wait_for_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python runs handlers of signals on the main thread, and so does the wait."""
-    port, main, sleep = PORTS.take(), threading.get_ident(), time.sleep
+    port, main, sleep = PORTS.next_free(), threading.get_ident(), time.sleep
     sleeping, interrupted = threading.Event(), threading.Event()
 
     def slept(seconds: float) -> None:

@@ -31,7 +31,7 @@ def test_a_push_is_a_span_in_the_trace_of_its_client(spans: Spans, emitted: list
     now, unix = time.perf_counter(), time.time()
     one = push(tokens=7, t_registered=now + 1, t_first_planned=now, t_last_ready=now + 2, t_last_landed=now + 2.5)
     spans.expect(one.request_id, HEADERS)
-    spans.add(one)
+    spans.record_ended(one)
     ((name, start, end, attributes, headers),) = emitted
     assert (name, headers) == ("layerpush.push", HEADERS)
     assert start == pytest.approx(1e9 * unix, abs=1e8)
@@ -65,7 +65,7 @@ def test_exposed_seconds_are_those_of_the_metric(
 ) -> None:
     one = push(t_last_ready=2.0, **times)
     spans.expect(one.request_id, HEADERS)
-    spans.add(one)
+    spans.record_ended(one)
     ((_, _, _, attributes, _),) = emitted
     assert attributes.get("layerpush.exposed_seconds") == seconds
 
@@ -73,7 +73,7 @@ def test_exposed_seconds_are_those_of_the_metric(
 def test_a_load_is_a_span_in_the_trace_of_its_client(spans: Spans, emitted: list[Emitted]) -> None:
     one = load(outcome="failed", reason="P is gone", t_awaited=1.0, t_settled=3.0, t_reported=3.5)
     spans.expect(one.request_id, HEADERS)
-    spans.add(one)
+    spans.record_ended(one)
     ((name, start, end, attributes, _),) = emitted
     assert (name, end - start) == ("layerpush.load", 2_500_000_000)
     assert (attributes["layerpush.reason"], attributes["layerpush.seconds_until_settled"]) == ("P is gone", 2.0)
@@ -81,20 +81,20 @@ def test_a_load_is_a_span_in_the_trace_of_its_client(spans: Spans, emitted: list
 
 def test_a_request_without_a_trace_has_no_span(spans: Spans, emitted: list[Emitted]) -> None:
     spans.expect("another", HEADERS)
-    spans.add(push(t_first_planned=1.0))
+    spans.record_ended(push(t_first_planned=1.0))
     assert emitted == []
 
 
 def test_a_load_with_parked_blocks_has_one_span(spans: Spans, emitted: list[Emitted]) -> None:
     spans.expect(load().request_id, HEADERS)
-    spans.add(load(t_parked=2.0, t_reported=3.0))
-    spans.add(load(t_parked=2.0, t_reported=3.0, t_cleared=9.0))
+    spans.record_ended(load(t_parked=2.0, t_reported=3.0))
+    spans.record_ended(load(t_parked=2.0, t_reported=3.0, t_cleared=9.0))
     assert len(emitted) == 1
 
 
 def test_a_push_without_times_has_no_span(spans: Spans, emitted: list[Emitted]) -> None:
     spans.expect(push().request_id, HEADERS)
-    spans.add(push(outcome="failed"))
+    spans.record_ended(push(outcome="failed"))
     assert emitted == []
 
 
@@ -105,7 +105,7 @@ def test_headers_of_endless_requests_are_forgotten(
     for name in ("a", "b", "c"):
         spans.expect(name, HEADERS)
     for name in ("a", "b", "c"):
-        spans.add(push(request_id=name, t_first_planned=1.0))
+        spans.record_ended(push(request_id=name, t_first_planned=1.0))
     assert [attributes["gen_ai.request.id"] for _, _, _, attributes, _ in emitted] == ["b", "c"]
 
 
@@ -116,7 +116,7 @@ def test_a_failed_exporter_loses_only_the_span(caplog: pytest.LogCaptureFixture)
     spans = Spans(broken, "id")
     for name in ("a", "b"):
         spans.expect(name, HEADERS)
-        spans.add(push(request_id=name, t_first_planned=1.0))
+        spans.record_ended(push(request_id=name, t_first_planned=1.0))
     (line,) = [record.message for record in caplog.records]
     assert "RuntimeError: no collector" in line
 
@@ -127,7 +127,7 @@ def test_records_are_exported_with_and_without_a_trace_file(
     for directory in (None, str(tmp_path)):
         trace = SpannedTrace(directory, "P", 0, spans)
         spans.expect(push().request_id, HEADERS)
-        trace.add(push(t_first_planned=1.0))
+        trace.write_record(push(t_first_planned=1.0))
         trace.close()
     assert len(emitted) == 2
     (path,) = tmp_path.iterdir()

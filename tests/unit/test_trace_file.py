@@ -52,7 +52,7 @@ def test_a_push_has_one_line(tmp_path: Path) -> None:
     push.writes.append(WriteRecord(0, (0, 1), (0, 0), 4, 256, 2.0, 2.25, 2.5))
     push.outcome = "completed"
     file = TraceFile(str(tmp_path), "eng", 1)
-    file.add(push)
+    file.write_record(push)
     file.close()
 
     process, line = lines(tmp_path)
@@ -90,7 +90,7 @@ def test_the_file_is_named_after_its_worker(tmp_path: Path) -> None:
 def test_without_a_directory_no_record_is_kept_and_no_thread_runs() -> None:
     before = threading.active_count()
     file = TraceFile(None, "eng", 0)
-    file.add(record())
+    file.write_record(record())
     assert not file.enabled
     assert threading.active_count() == before
     file.close()
@@ -118,7 +118,7 @@ def test_processes_of_one_machine_name_the_same_clock() -> None:
 def test_many_records_keep_their_order(tmp_path: Path) -> None:
     file = TraceFile(str(tmp_path), "eng", 0)
     for number in range(500):
-        file.add(record(f"p-{number}"))
+        file.write_record(record(f"p-{number}"))
     file.close()
     assert [line["request_id"] for line in lines(tmp_path)[1:]] == [f"p-{number}" for number in range(500)]
 
@@ -182,7 +182,7 @@ def test_a_hanging_disk_drops_records_and_never_blocks(
     assert hangs.wait(10)
     started = time.monotonic()
     for number in range(5):
-        file.add(record(f"p-{number}"))
+        file.write_record(record(f"p-{number}"))
     assert file.dropped == 3
     file.close()
     assert time.monotonic() - started < 5
@@ -198,14 +198,14 @@ def test_a_full_disk_drops_only_the_records_of_that_time(
     tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = TraceFile(str(tmp_path), "eng", 0)
-    file.add(record("before"))
+    file.write_record(record("before"))
     until(lambda: b"before" in disk.content)
     disk.takes = full
-    file.add(record("lost"))
-    file.add(record("lost, too"))
+    file.write_record(record("lost"))
+    file.write_record(record("lost, too"))
     until(lambda: file.dropped == 2)
     disk.takes = len
-    file.add(record("after"))
+    file.write_record(record("after"))
     file.close()
     assert [line.get("request_id") for line in disk.records] == [None, "before", None, "after"]
     assert (disk.records[2]["kind"], disk.records[2]["records"]) == ("dropped", 2)
@@ -216,13 +216,13 @@ def test_a_full_disk_drops_only_the_records_of_that_time(
 
 def test_a_partly_written_line_spoils_no_other(tmp_path: Path, disk: Disk) -> None:
     file = TraceFile(str(tmp_path), "eng", 0)
-    file.add(record("before"))
+    file.write_record(record("before"))
     until(lambda: b"before" in disk.content)
     disk.takes = lambda line: 20
-    file.add(record("torn"))
+    file.write_record(record("torn"))
     until(lambda: file.dropped == 1)
     disk.takes = len
-    file.add(record("after"))
+    file.write_record(record("after"))
     file.close()
     whole = [line for line in disk.content.splitlines() if line.endswith(b"}")]
     assert [json.loads(line).get("request_id") for line in whole] == [None, "before", None, "after"]
@@ -231,8 +231,8 @@ def test_a_partly_written_line_spoils_no_other(tmp_path: Path, disk: Disk) -> No
 
 def test_a_record_that_is_not_json_drops_only_itself(tmp_path: Path) -> None:
     file = TraceFile(str(tmp_path), "eng", 0)
-    file.add(record("\ud800"))
-    file.add(record("after"))
+    file.write_record(record("\ud800"))
+    file.write_record(record("after"))
     file.close()
     assert [line["kind"] for line in lines(tmp_path)] == ["process", "dropped", "push"]
     assert file.dropped == 1
@@ -248,7 +248,7 @@ def test_a_dead_thread_is_logged_and_later_records_count_as_dropped(
     until(lambda: bool(disk.content))
     disk.takes = die
     for number in range(4):
-        file.add(record(f"p-{number}"))
+        file.write_record(record(f"p-{number}"))
     until(lambda: file.dropped == 4)
     assert "MemoryError: no more" in caplog.text
     assert [line.message for line in caplog.records if "has died" in line.message] != []
@@ -260,7 +260,7 @@ def test_a_load_has_a_line_of_its_own(tmp_path: Path) -> None:
     file = TraceFile(str(tmp_path), "eng", 0)
     load = LoadRecord(request_id="d-1", engine_id="eng", prefill_engine_id="P", t_awaited=1.0)
     load.settle("failed", "P is gone", 2.0)
-    file.add(load)
+    file.write_record(load)
     file.close()
     _, line = lines(tmp_path)
     assert (line["kind"], line["request_id"], line["outcome"], line["reason"]) == ("load", "d-1", "failed", "P is gone")
@@ -295,7 +295,7 @@ def test_a_process_exits_in_spite_of_a_stuck_trace(tmp_path: Path) -> None:
         "trace_file.CLOSE_S = 0.1\n"
         "os.mkfifo(f'{sys.argv[1]}/eng-rank0-{os.getpid()}.jsonl')\n"
         "file = trace_file.TraceFile(sys.argv[1], 'eng', 0)\n"
-        "file.add(PushRecord(request_id='r', engine_id='eng', rank=0, mode='layer'))\n"
+        "file.write_record(PushRecord(request_id='r', engine_id='eng', rank=0, mode='layer'))\n"
         "file.close(); print(file.dropped)"
     )
     done = subprocess.run(
@@ -310,7 +310,7 @@ def test_a_closed_reader_drops_later_records(tmp_path: Path, caplog: pytest.LogC
     reader = os.open(path_of(tmp_path), os.O_RDONLY)
     assert b"process" in os.read(reader, 1 << 16)
     os.close(reader)
-    file.add(record())
+    file.write_record(record())
     until(lambda: file.dropped == 1)
     file.close()
     assert "has died" not in caplog.text
@@ -320,7 +320,7 @@ def test_a_partial_line_of_an_earlier_process_spoils_no_first_line(tmp_path: Pat
     """In a container the next engine has the same name and the same pid."""
     path_of(tmp_path).write_bytes(b'{"kind":"push","requ')
     file = TraceFile(str(tmp_path), "eng", 0)
-    file.add(record())
+    file.write_record(record())
     file.close()
     (source,) = read_folders([tmp_path])
     assert (source.process is not None, len(source.pushes), source.unreadable) == (True, 1, 1)
@@ -330,13 +330,13 @@ def test_a_partial_line_of_an_earlier_process_spoils_no_first_line(tmp_path: Pat
 def test_a_deleted_file_or_folder_is_created_again(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "trace"
     file = TraceFile(str(folder), "eng", 0)
-    file.add(record("deleted"))
+    file.write_record(record("deleted"))
     until(lambda: path_of(folder).exists() and len(lines(folder)) == 2)
     if what == "the folder":
         shutil.rmtree(folder)
     else:
         path_of(folder).unlink()
-    file.add(record("after"))
+    file.write_record(record("after"))
     file.close()
     first, second = lines(folder)
     assert (first["kind"], second["request_id"]) == ("process", "after")
@@ -349,10 +349,10 @@ def test_records_are_dropped_until_the_folder_can_be_created_again(tmp_path: Pat
     until(path_of(folder).exists)
     shutil.rmtree(folder)
     folder.write_text("in its place")
-    file.add(record("lost"))
+    file.write_record(record("lost"))
     until(lambda: file.dropped == 1)
     folder.unlink()
-    file.add(record("after"))
+    file.write_record(record("after"))
     file.close()
     assert [line["kind"] for line in lines(folder)] == ["process", "dropped", "push"]
 
@@ -361,10 +361,10 @@ def test_a_disk_that_is_full_at_first_does_not_drop_the_first_line(tmp_path: Pat
     """Without the first line, the process behind the times is unknown."""
     disk.takes = full
     file = TraceFile(str(tmp_path), "eng", 0)
-    file.add(record("lost"))
+    file.write_record(record("lost"))
     until(lambda: file.dropped == 1)
     disk.takes = len
-    file.add(record("after"))
+    file.write_record(record("after"))
     file.close()
     assert [line["kind"] for line in disk.records] == ["process", "dropped", "push"]
 
@@ -378,13 +378,13 @@ def test_waiting_records_are_bounded_in_memory(
     disk.takes = lambda line: goes_on.wait(20) and len(line)
     file = TraceFile(str(tmp_path), "eng", 0)
     for rows, dropped in ((500, 0), (1, 1), (98, 2)):
-        file.add(long_push(rows - 1))
+        file.write_record(long_push(rows - 1))
         assert file.dropped == dropped, "a record that is too large by itself is taken if no other waits"
     goes_on.set()
     until(lambda: file._counts.rows_waiting == 0)
     goes_on.clear()
     for rows, dropped in ((60, 2), (40, 2), (1, 3)):
-        file.add(long_push(rows - 1))
+        file.write_record(long_push(rows - 1))
         assert file.dropped == dropped
     goes_on.set()
     file.close()
@@ -408,7 +408,7 @@ def test_a_link_in_the_place_of_the_file_is_not_followed(
         victim.write_text("mine")
     path_of(folder).symlink_to(victim)
     file = TraceFile(str(folder), "eng", 0)
-    file.add(record())
+    file.write_record(record())
     file.close()
     assert file.dropped == 1
     assert (victim.read_text() if exists else victim.exists()) == ("mine" if exists else False)

@@ -31,8 +31,8 @@ ROUNDING = 1e-9
 
 def test_a_written_trace_file_can_be_read(tmp_path: Path) -> None:
     file = TraceFile(str(tmp_path), "P", 3)
-    file.add(push(rank=3))
-    file.add(load())
+    file.write_record(push(rank=3))
+    file.write_record(load())
     file.close()
     (source,) = read_folders([tmp_path])
     assert source.engine == ("P", 3)
@@ -44,7 +44,7 @@ def test_a_written_trace_file_can_be_read(tmp_path: Path) -> None:
 def test_a_scheduler_has_a_file_of_its_own(tmp_path: Path) -> None:
     for rank, record in ((0, load()), (SCHEDULER_RANK, first_token())):
         file = TraceFile(str(tmp_path), "D", rank)
-        file.add(record)
+        file.write_record(record)
         file.close()
     worker, scheduler = read_folders([tmp_path])
     assert (worker.name, worker.loads) == ("D rank 0", [load()])

@@ -32,5 +32,5 @@ class RequestFilter:
             check_request_id(request.kv_transfer_params, request.request_id)
         except ParamsError as error:
             text = f"request {request.request_id[:SHOWN_ID_CHARS]} runs without a KV transfer: {error}"
-            self.peer_errors.add("bad kv_transfer_params", text, now)
+            self.peer_errors.count("bad kv_transfer_params", text, now)
             request.kv_transfer_params = None

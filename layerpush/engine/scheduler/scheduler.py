@@ -142,7 +142,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         ranks = vllm_config.parallel_config.world_size // vllm_config.parallel_config.prefill_context_parallel_size
         self.postponed = PostponedLoads(ranks)
         self._ended = EndedCounts(ranks, self.metrics.recorder)  # one rank of a prefill context parallel group pushes
-        self._hand_overs = HandOvers(engine_id, self.metrics.recorder, self._trace.add)
+        self._hand_overs = HandOvers(engine_id, self.metrics.recorder, self._trace.write_record)
         self._pushes_by_layer = engine_fallback(self) is None
         self.first_tokens = self._first_tokens(vllm_config)
 

@@ -279,7 +279,7 @@ class Listener:
         asker.connection.close()
 
     def _report(self, kind: str, text: str) -> None:
-        self._peer_errors.add(kind, f"side channel: {text}", time.perf_counter())
+        self._peer_errors.count(kind, f"side channel: {text}", time.perf_counter())
 
 
 def _message(*parts: bytes) -> list[memoryview]:

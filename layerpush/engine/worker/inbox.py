@@ -108,7 +108,7 @@ class Inbox:
             self._flush()
         except CudaError as error:
             failure = f"WRITEs that landed cannot be made visible to the device: {error}"
-            self._peer_errors.add("flush", failure, time.perf_counter())
+            self._peer_errors.count("flush", failure, time.perf_counter())
             return failure
         return None
 
@@ -116,12 +116,14 @@ class Inbox:
         for agent, payload in batch:
             now = time.perf_counter()
             if len(agent) > MAX_ID_CHARS:
-                self._peer_errors.add("bad notification", f"an agent's name has {len(agent)} characters", now)
+                self._peer_errors.count("bad notification", f"an agent's name has {len(agent)} characters", now)
                 continue
             try:
                 yield agent, read(payload), payload, now
             except WireError as error:
-                self._peer_errors.add("bad notification", f"a message that agent {agent} sent is dropped: {error}", now)
+                self._peer_errors.count(
+                    "bad notification", f"a message that agent {agent} sent is dropped: {error}", now
+                )
 
     def _hand_over(self, agent: str, message: Message, payload: bytes, now: float) -> None:
         match message:
@@ -154,5 +156,5 @@ class Inbox:
             return self._transport.notifications()
         except TransportError as error:
             text = f"NIXL notifications cannot be read (it goes on trying): {error}"
-            self._peer_errors.add("notifications", text, time.perf_counter())
+            self._peer_errors.count("notifications", text, time.perf_counter())
             return []

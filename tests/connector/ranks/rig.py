@@ -262,7 +262,7 @@ class Engine:
     """A prefill or decode engine: a scheduler, and ranks that run each of its steps one after the other."""
 
     def __init__(self, topology: Topology, side: Side, role: str, folder: Path, index: int = 0) -> None:
-        self.port = PORTS.take()
+        self.port = PORTS.next_free()
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.port)
         self.topology, self.side, self.engine_id = topology, side, f"{role}-{self.port}"
         self.is_p = role == "kv_producer"

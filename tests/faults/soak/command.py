@@ -118,7 +118,7 @@ def _run(console: Console, settings: Settings, folder: Path) -> Ending:
     began = time.monotonic()
     tally = Tally()
     models = ModelShelf(folder)
-    take_port = PortAllocator(SOAK_PORTS).take
+    take_port = PortAllocator(SOAK_PORTS).next_free
     memories: dict[str, list[Memory]] = {}
     console.print(f"Seed {settings.seed}. {settings.minutes:g} min. Logs: {folder}", highlight=False)
     for line_up, turn in settings.turns():

@@ -47,7 +47,7 @@ class KeptRecords(TraceFile):
     def enabled(self) -> bool:
         return True
 
-    def add(self, record: PushRecord) -> None:
+    def write_record(self, record: PushRecord) -> None:
         self.records.append(record)
 
 
