@@ -127,11 +127,6 @@ def mismatch(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
             return f"{difference}, and a model with Mamba layers needs equal ones"
         if not isinstance(remote, OtherBlocks) or not remote.is_layerpush:
             return f"{difference}, and vLLM's push connector needs equal ones"
-    if remote.remote_tp_size != topology.tp_size and has_states(worker.kv_cache_config):
-        return (
-            f"it has {remote.remote_tp_size} tensor parallel ranks, we {topology.tp_size},"
-            " and a model with Mamba layers needs as many on both sides"
-        )
     return None
 
 

@@ -31,6 +31,7 @@ from layerpush.compat.heartbeats import Heartbeats
 from layerpush.compat.leases import SendLeases, extend
 from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, own_blocks, refusal
 from layerpush.compat.pieces import OtherBlocks, disguised, other_blocks, regions_of, size_difference
+from layerpush.compat.states import has_whole_groups, push_kv_to_all, whole_groups_here, whole_groups_there
 from layerpush.compat.stats import TransferStats
 from layerpush.compat.whole_writes import WholeWrites
 from layerpush.core.layout import MAX_DESCRIPTORS, CacheLayout
@@ -107,6 +108,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         self.transfer_stats = TransferStats()
         self._whole_writes = WholeWrites(network, acknowledged, self.transfer_stats)
         self._acknowledges = False
+        self._whole_groups = False
         self.peers = Peers()
         self._keeps_facts = False
         self._handshake_errors = PeerErrors(logger)
@@ -166,11 +168,23 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         other = self._other_blocks(nixl_agent_meta, remote_tp_size, remote_dcp_size)
         seen = nixl_agent_meta if other is None else disguised(self, nixl_agent_meta)
         name: str = super().add_remote_agent(seen, remote_tp_rank, remote_tp_size, remote_dcp_size)
+        push_kv_to_all(self, nixl_agent_meta.engine_id)
         if other is not None and remote_tp_rank not in other.regions:
             # vLLM has left those in ``seen`` that belong to a region of ours.
             regions = other.regions[remote_tp_rank] = regions_of(nixl_agent_meta, seen.kv_caches_base_addr)
             self.dst_region_num_blocks[nixl_agent_meta.engine_id] = [region.blocks for region in regions]
         return name
+
+    def _build_local_splits_from_plan(
+        self, plan: Any, src_blocks_data: Any, num_fa_descs: int, block_size_ratio: int = 1
+    ) -> Iterator[Any]:
+        for split in super()._build_local_splits_from_plan(plan, src_blocks_data, num_fa_descs, block_size_ratio):
+            yield whole_groups_here(self, split, src_blocks_data, num_fa_descs) if self._whole_groups else split
+
+    def _build_mamba_remote(self, nixl_agent_meta: Any, tp_ratio: int, transfer_info: Any) -> Any:
+        rows = super()._build_mamba_remote(nixl_agent_meta, tp_ratio, transfer_info)
+        convolved = nixl_agent_meta.ssm_sizes[0]
+        return whole_groups_there(self, rows, convolved, tp_ratio) if self._whole_groups else rows
 
     def _add_notif_only_remote_agent(self, metadata: Any, remote_tp_size: int, remote_dcp_size: int = 1) -> str:
         self._other_blocks(metadata, remote_tp_size, remote_dcp_size)
@@ -178,7 +192,9 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         return name
 
     def _other_blocks(self, metadata: Any, tp_size: int, dcp_size: int) -> OtherBlocks | None:
-        return other_blocks(self, metadata, tp_size, dcp_size, is_layerpush=answered_by_layerpush())
+        is_layerpush = answered_by_layerpush()
+        self._whole_groups = has_whole_groups(self, metadata, tp_size, is_layerpush=is_layerpush)
+        return other_blocks(self, metadata, tp_size, dcp_size, is_layerpush=is_layerpush)
 
     # Any thread.
 

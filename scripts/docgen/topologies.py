@@ -10,8 +10,16 @@ from typing import Any
 from scripts.docgen.tables import table
 
 TABLE = Path("tests/connector/ranks/table.json")
-KINDS = {"window": "windows", "mixed": "full and windows", "mla": "MLA", "indexer": "MLA, indexer", "states": "states"}
-SHARED = {"heads": "KV heads", "cached": "tokens cached on D"}
+KINDS = {
+    "window": "windows",
+    "mixed": "full and windows",
+    "mla": "MLA",
+    "indexer": "MLA, indexer",
+    "states": "Mamba-2",
+    "gdn": "GDN",
+    "mla-gdn": "GDN and MLA",
+}
+SHARED = {"heads": "KV heads", "cached": "tokens cached on D", "groups": "group"}
 SIDE = {"tp": "TP", "pp": "PP", "dp": "DP", "block_size": "blocks", "layout": "", "dtype": ""}
 DEFAULTS = {"tp": 1, "pp": 1, "dp": 1, "block_size": 32, "layout": "LBHNC", "dtype": "float32"}
 

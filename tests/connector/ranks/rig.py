@@ -32,6 +32,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core
@@ -75,13 +77,15 @@ class Result:
     """``mode`` is "by layer", "whole" or "refused"; ``reason`` has the log lines with the cause of the last two.
 
     ``compared`` counts the bytes of D that had to change, ``needed`` those of the blocks around them, and ``sent`` the
-    bytes that each rank of P wrote. ``differing`` names the ranks of D with wrong bytes.
+    bytes that each rank of P wrote. ``repeated`` of them are of states, and another rank of P sends them, too.
+    ``differing`` names the ranks of D with wrong bytes.
     """
 
     mode: str
     reason: str = ""
     compared: int = 0
     needed: int = 0
+    repeated: int = 0
     sent: list[int] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
 
@@ -97,7 +101,7 @@ def model(folder: Path, kind: Kind, heads: int) -> Path:
         changes: dict[str, Any] = {}
         if kind in ("window", "mixed"):
             changes = CHANGES["sliding"] | {"sliding_window": WINDOW}
-        elif kind in ("mla", "indexer"):
+        elif kind in ("mla", "indexer", "mla-gdn"):
             changes = CHANGES["mla"] | {"num_attention_heads": ATTENTION_HEADS, "num_key_value_heads": ATTENTION_HEADS}
         path.mkdir(parents=True)
         (path / "config.json").write_text(json.dumps(shape.config() | changes))
@@ -127,22 +131,51 @@ def layer_specs(topology: Topology, side: Side) -> dict[str, KVCacheSpec]:
                 specs[f"{attention}.attn"] = window if layer % 2 else full
             case "mla":
                 specs[f"{attention}.attn"] = latent
-            case "states" if layer % 2:
-                specs[f"{attention}.attn"] = full
-            case "states":  # before attention, as in most models: vLLM registers its memory first
-                specs[f"model.layers.{layer}.mixer"] = state(side, full.page_size_bytes)
+            case "states" | "gdn" | "mla-gdn" if layer % 2:
+                specs[f"{attention}.attn"] = latent if topology.has_latents else full
+            case "states" | "gdn" | "mla-gdn":  # before attention, as in most models: vLLM registers its memory first
+                page = (latent if topology.has_latents else full).page_size_bytes
+                specs[f"model.layers.{layer}.mixer"] = state(topology, side, page)
             case "indexer":
                 specs[f"{attention}.attn"] = latent
                 specs[f"{attention}.indexer.k_cache"] = index
     return specs
 
 
-def state(side: Side, page_bytes: int) -> MambaSpec:
-    """One rank's share of a Mamba-2 layer's state. Its blocks are as large as those of attention."""
-    heads, width, size, groups = 8 // side.tp, 8, 16, 16 // side.tp
-    shapes = ((heads * width + 2 * groups, 3), (heads, width, size))
+def state(topology: Topology, side: Side, page_bytes: int) -> MambaSpec:
+    """One rank's share of a layer's state. Its blocks are as large as those of attention."""
+    if "gdn" in topology.kind:
+        backend = MambaAttentionBackendEnum.GDN_ATTN
+        shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(
+            side.tp, num_k_heads=8, num_v_heads=8, head_k_dim=16, head_v_dim=8, conv_kernel_size=4
+        )
+    else:
+        backend = MambaAttentionBackendEnum.MAMBA2
+        shapes = MambaStateShapeCalculator.mamba2_state_shape(
+            side.tp, intermediate_size=64, n_groups=topology.groups, num_heads=8, head_dim=8, state_size=16,
+            conv_kernel=4,
+        )  # fmt: skip
     dtype = getattr(torch, side.dtype)
-    return MambaSpec(block_size=MAX_TOKENS, shapes=shapes, dtypes=(dtype, dtype), page_size_padded=page_bytes)
+    return MambaSpec(
+        block_size=MAX_TOKENS, shapes=shapes, dtypes=(dtype, dtype), page_size_padded=page_bytes, mamba_type=backend
+    )
+
+
+def state_parts(topology: Topology, side: Side, spec: MambaSpec) -> list[tuple[int, bool]]:
+    """The bytes of each part of a rank's share of a state, and whether all ranks have the same ones.
+
+    Mamba-2: inputs, B, C, the state; gated delta net: queries, keys, values, the state. The convolution has three
+    columns of each of the first three.
+    """
+    dtype = getattr(torch, side.dtype)
+    is_gdn = "gdn" in topology.kind
+    width = 8 * 16 if is_gdn else 16 * max(topology.groups, side.tp)
+    same = not is_gdn and topology.groups % side.tp > 0
+    inputs = spec.shapes[0][0] - 2 * width // side.tp
+    others = [(width // side.tp, same)] * 2
+    convolved = [*others, (inputs, False)] if is_gdn else [(inputs, False), *others]
+    parts = [(3 * channels, is_same) for channels, is_same in convolved] + [(math.prod(spec.shapes[1]), False)]
+    return [(count * dtype.itemsize, is_same) for count, is_same in parts]
 
 
 @contextmanager
@@ -195,9 +228,13 @@ class Rank:
             self.connector: Any = KVConnectorFactory.create_connector(mine, KVConnectorRole.WORKER, caches)
             worker = self.connector.connector_worker
             self.agent: Agent = getattr(worker.nixl_wrapper, "unlocked", worker.nixl_wrapper)
-            self._states = {name for name, spec in worker._layer_specs.items() if isinstance(spec, MambaSpec)}
+            self._states = {
+                name: state_parts(topology, side, spec)
+                for name, spec in worker._layer_specs.items()
+                if isinstance(spec, MambaSpec)
+            }
             sizes = [
-                MAX_TOKENS if self._states.issuperset(group.layer_names) else worker.block_size
+                MAX_TOKENS if self._states.keys() >= set(group.layer_names) else worker.block_size
                 for group in self._groups
             ]
             tensors = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout[side.layout], sizes)
@@ -206,7 +243,8 @@ class Rank:
             self.memory.fill_(POISON)
             parts = side.block_size // worker.block_size
             self._pages = {
-                name: in_memory(tensor.view(torch.uint8), self.memory, parts) for name, tensor in tensors.items()
+                name: in_memory(tensor.view(torch.uint8), self.memory, 1 if name in self._states else parts)
+                for name, tensor in tensors.items()
             }
             self.runner = V1Runner(self.connector, mine, tensors)
         self.totals = None if side.stock else Totals(worker.pushes._services.meter)
@@ -214,8 +252,8 @@ class Rank:
     def write(self, name: str, table: list[int], tokens: range, memory: torch.Tensor | None = None) -> None:
         """Write a layer's KV of these tokens of a prompt with these blocks into ``memory``, or into the cache."""
         page = self.page(name, memory)
-        if name in self._states:  # that of the last token, other bytes on each rank
-            page[table[-1], 0, 0, 0] = content(name, self.heads, page.shape[4])[0, tokens.stop - 1]
+        if name in self._states:  # that of the last token
+            page[table[-1], 0, 0, 0] = torch.cat([*self._state(name, tokens.stop - 1)])
             return
         rows = page.shape[3]
         where = torch.arange(tokens.start, tokens.stop)
@@ -225,10 +263,21 @@ class Rank:
         values = content(name, self.heads, page.shape[4])[:, where]
         page[block, where // rows % page.shape[1], :, where % rows] = values.transpose(0, 1)
 
+    def _state(self, name: str, token: int) -> Iterator[torch.Tensor]:
+        """The bytes of each part of this rank's share of a layer's state after a token."""
+        for part, (size, is_same) in enumerate(self._states[name]):
+            start = 0 if is_same else self.coordinates[1] * size
+            yield content(name, range(part, part + 1), start + size)[0, token, start:]
+
     def page(self, name: str, memory: torch.Tensor | None = None) -> torch.Tensor:
         """A layer's cache, or the same bytes of ``memory``: ``uint8 [blocks, kernel blocks, heads, tokens, bytes]``."""
         page = self._pages[name]
         return page if memory is None else memory.as_strided(page.shape, page.stride(), page.storage_offset())
+
+    @property
+    def same_bytes(self) -> int:
+        """The bytes of its states that other ranks have, too."""
+        return sum(size for parts in self._states.values() for size, is_same in parts if is_same)
 
     @property
     def layers(self) -> list[str]:
@@ -497,8 +546,9 @@ def _run(topology: Topology, folder: Path, engines: list[Engine], lines: Lines) 
     if any(one.failed for one in prompts):
         result = Result("refused", "\n".join(lines.lines))
     result.sent = [rank.agent.sent for p in ps for rank in p.ranks]
+    result.repeated = max(0, topology.p.tp - topology.d.tp) * ps[0].ranks[0].same_bytes
     p, d = (engine.ranks[0].connector.connector_worker for engine in (ps[0], ds[0]))
-    cuts = topology.p.block_size != topology.d.block_size and topology.kind != "states"
+    cuts = topology.p.block_size != topology.d.block_size and not topology.has_states
     piece = math.gcd(p.block_size, d.block_size) if cuts else None
     for d, memories in before.items():
         for rank, memory in zip(d.ranks, memories, strict=True):

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["full", "window", "mixed", "mla", "indexer", "states"]
-"""The model's attention: ``mixed`` has full and sliding layers, ``states`` full layers and Mamba-2."""
+Kind = Literal["full", "window", "mixed", "mla", "indexer", "states", "gdn", "mla-gdn"]
+"""The model's attention: ``mixed`` has full and sliding layers, ``states`` full layers and Mamba-2, ``gdn`` full layers
+and gated delta nets, ``mla-gdn`` those beside MLA.
+"""
 
 LAYERS = 4
 TABLE = Path(__file__).with_name("table.json")
@@ -37,7 +39,7 @@ class Topology:
     """One prompt of ``tokens`` tokens goes from each engine of P to each engine of D.
 
     ``heads`` are the model's KV heads; MLA has one latent vector per token instead. D's prefix cache has the prompt's
-    first ``cached`` tokens.
+    first ``cached`` tokens. ``groups`` are those of Mamba-2; ranks have the same one if there is one.
     """
 
     kind: Kind = "full"
@@ -46,15 +48,24 @@ class Topology:
     heads: int = 4
     tokens: int = 200
     cached: int = 0
+    groups: int = 8
+
+    @property
+    def has_states(self) -> bool:
+        return self.kind in ("states", "gdn", "mla-gdn")
+
+    @property
+    def has_latents(self) -> bool:
+        return self.kind in ("mla", "indexer", "mla-gdn")
 
     @property
     def pushed_tokens(self) -> int:
         """vLLM's P leaves the last token of a prompt to D if there are states, but not the only one."""
-        return max(1, self.tokens - (self.kind == "states"))
+        return max(1, self.tokens - self.has_states)
 
     def heads_of(self, side: Side, rank: int) -> range:
         """The KV heads that a tensor parallel rank holds. With more ranks than heads, several ranks hold one head."""
-        if self.kind in ("mla", "indexer"):
+        if self.has_latents:
             return range(1)
         if side.tp > self.heads:
             head = rank * self.heads // side.tp

@@ -1,0 +1,84 @@
+"""States of Mamba layers between engines with unequal tensor parallel sizes, where vLLM's descriptors are wrong.
+
+vLLM takes every part of a state for split between the ranks. But with one group of Mamba-2, each rank has B and C of
+the convolution whole. And where ranks of the decode engine have equal KV heads, vLLM pushes KV to one of them only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+
+from layerpush.compat.kinds import has_states
+
+Descriptors = NDArray[np.uint64]
+"""Of shape ``(n, 3)``: address, bytes, device."""
+GROUPS = slice(1, 3)
+"""B and C among the four parts of a state of Mamba-2. The inputs are before them, then comes the other state."""
+
+
+def has_whole_groups(
+    worker: NixlPushConnectorWorker, metadata: NixlAgentMetadata, tp_size: int, *, is_layerpush: bool
+) -> bool:
+    """Whether B and C are not split between the ranks of this engine, or of a connected one of ``tp_size`` ranks.
+
+    Raises ``ValueError`` if no push of states from one to the other can be right.
+    """
+    topology = worker.transfer_topo
+    assert topology is not None
+    ranks = topology.tp_size
+    if tp_size == ranks or not has_states(worker.kv_cache_config):
+        return False
+    assert worker._conv_decomp is not None
+    (convolved, state), (its_convolved, its_state) = worker._mamba_ssm_size, metadata.ssm_sizes
+    inputs, *groups = worker._conv_decomp.proj_bytes
+    is_whole = bool(convolved * ranks != its_convolved * tp_size)
+    if state * ranks != its_state * tp_size or (is_whole and (its_convolved - sum(groups)) * tp_size != inputs * ranks):
+        raise ValueError(
+            f"each of its {tp_size} tensor parallel ranks has {metadata.ssm_sizes} bytes of a state, and each of our"
+            f" {ranks} has {worker._mamba_ssm_size}"
+        )
+    shares_heads = ranks > max(tp_size, topology.total_num_kv_heads)
+    if worker.vllm_config.kv_transfer_config.is_kv_consumer and not is_layerpush and (is_whole or shares_heads):
+        raise ValueError(
+            "vLLM's push connector cannot push what ranks have in common to the right place of this model's states and"
+            f" KV: with {tp_size} ranks and {ranks} here, the prefill engine must run layerpush"
+        )
+    return is_whole
+
+
+def push_kv_to_all(worker: NixlPushConnectorWorker, engine_id: str) -> None:
+    """Have each rank of a connected engine that gets a part of a state get KV, too."""
+    plan = worker.tp_mappings[engine_id]
+    ranks = tuple(plan.all_source_ranks for _ in plan.source_ranks_per_group)
+    worker.tp_mappings[engine_id] = replace(plan, source_ranks_per_group=ranks)
+
+
+def whole_groups_here(worker: NixlPushConnectorWorker, split: Any, whole: Descriptors, states: int) -> Descriptors:
+    """vLLM's ``split`` descriptors of our cache, with B and C as in ``whole``. Those of states begin at ``states``."""
+    rows = np.array(split, dtype=np.uint64)
+    _by_part(worker, rows[states:])[:, GROUPS] = _by_part(worker, whole[states:])[:, GROUPS]
+    return rows
+
+
+def whole_groups_there(
+    worker: NixlPushConnectorWorker, rows: Descriptors, convolved: int, tp_ratio: int
+) -> Descriptors:
+    """vLLM's descriptors of another engine's states, with B and C whole at the end of the ``convolved`` bytes."""
+    assert worker._conv_decomp is not None
+    inputs, *groups = worker._conv_decomp.proj_bytes
+    parts = _by_part(worker, rows)
+    ends = parts[:, 0, :, 0] - worker.tp_rank % max(tp_ratio, 1) * inputs + convolved
+    parts[:, 1, :, 0], parts[:, 2, :, 0] = ends - sum(groups), ends - groups[1]
+    parts[:, GROUPS, :, 1] = groups[0]
+    return rows
+
+
+def _by_part(worker: NixlPushConnectorWorker, rows: Descriptors) -> Descriptors:
+    """A view of descriptors of states by region, part and block."""
+    return rows.reshape(len(worker._ssm_region_indices), GROUPS.stop + 1, -1, 3)
