@@ -19,7 +19,7 @@ from layerpush.engine.worker.worker import LayerwisePushWorker
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -90,6 +90,11 @@ class LayerwisePushConnector(NixlPushConnector):
     ) -> LayerPushPromMetrics:
         """Registers every metric. Front end's process."""
         return LayerPushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """vLLM's hides what ranks with copies of rank 0's KV report, and the scheduler would wait for them for ever."""
+        assert self.connector_worker is not None
+        return self.connector_worker.get_transfer_results()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """The worker's report to the scheduler. Main thread, after ``get_transfer_results``."""

@@ -30,8 +30,6 @@ def worker_fallback(worker: NixlPushConnectorWorker) -> str | None:
     """The reason why this worker must push whole requests; None if there is none. ``cache_layout`` may find another."""
     if (reason := engine_fallback(worker)) is not None:
         return reason
-    if worker.pcp_size > 1:
-        return "prefill context parallelism shards the KV of a layer over ranks"
     if worker._is_csa_linear or worker._scratch_region_indices:
         return "the model has scratch or shared-state regions that belong to no layer"
     if any(group.host_resident for group in worker.kv_cache_config.transfer_groups):

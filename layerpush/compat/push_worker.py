@@ -225,6 +225,13 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
 
     # Main thread: steps.
 
+    def has_copies(self, metadata: NixlConnectorMetadata) -> bool:
+        """Whether another rank of a prefill context parallel P sends the same KV. Then the requests count as sent."""
+        copies = self.pcp_rank > 0 and not self.pcp_dcp_sharded
+        if copies:
+            self._replicated_pcp_done_sending.update(metadata.reqs_to_send)
+        return bool(copies)
+
     def get_transfer_results(self) -> KVConnectorTransferResults:
         results = super().get_transfer_results()
         self.transfer_stats.feed(self.xfer_stats)  # last: vLLM may not ask again once it has the results

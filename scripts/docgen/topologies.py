@@ -20,8 +20,8 @@ KINDS = {
     "mla-gdn": "GDN and MLA",
 }
 SHARED = {"heads": "KV heads", "cached": "tokens cached on D", "groups": "group"}
-SIDE = {"tp": "TP", "pp": "PP", "dp": "DP", "block_size": "blocks", "layout": "", "dtype": ""}
-DEFAULTS = {"tp": 1, "pp": 1, "dp": 1, "block_size": 32, "layout": "LBHNC", "dtype": "float32"}
+SIDE = {"tp": "TP", "pp": "PP", "pcp": "PCP", "dp": "DP", "block_size": "blocks", "layout": "", "dtype": ""}
+DEFAULTS = {"tp": 1, "pp": 1, "pcp": 1, "dp": 1, "block_size": 32, "layout": "LBHNC", "dtype": "float32"}
 
 
 def pairs(root: Path) -> str:
@@ -40,7 +40,7 @@ def words(case: Mapping[str, Any]) -> str:
     for key, name in SIDE.items():
         p, d = (side[key] for side in sides)
         if key == "tp" or {p, d} != {DEFAULTS[key]}:
-            parts.append(f"{name} {p}" + (f" to {d}" if key in ("tp", "dp") or p != d else ""))
+            parts.append(f"{name} {p}" + (f" to {d}" if key in ("tp", "dp", "pcp") or p != d else ""))
     parts += [f"{case[key]} {name}" for key, name in SHARED.items() if key in case]
     parts += [f"stock {side.upper()}" for side in ("p", "d") if case.get(side, {}).get("stock")]
     return ", ".join(part.strip() for part in parts)

@@ -179,15 +179,17 @@ def state_parts(topology: Topology, side: Side, spec: MambaSpec) -> list[tuple[i
 
 
 @contextmanager
-def as_rank(config: VllmConfig, tp_rank: int, pp_rank: int) -> Iterator[VllmConfig]:
+def as_rank(config: VllmConfig, tp_rank: int, pp_rank: int, pcp_rank: int) -> Iterator[VllmConfig]:
     """vLLM's process groups as this rank sees them, and its configuration. The only stub of parallelism."""
     parallel = copy.copy(config.parallel_config)
-    parallel.rank = pp_rank * parallel.tensor_parallel_size + tp_rank
+    pcp_size = parallel.prefill_context_parallel_size
+    parallel.rank = (pp_rank * pcp_size + pcp_rank) * parallel.tensor_parallel_size + tp_rank
     mine = copy.copy(config)
     mine.parallel_config = parallel
     tp = SimpleNamespace(rank_in_group=tp_rank, world_size=parallel.tensor_parallel_size)
     pp = SimpleNamespace(rank_in_group=pp_rank, world_size=parallel.pipeline_parallel_size)
-    with patch.object(parallel_state, "_TP", tp), patch.object(parallel_state, "_PP", pp):
+    pcp = SimpleNamespace(rank_in_group=pcp_rank, world_size=pcp_size)
+    with patch.multiple(parallel_state, _TP=tp, _PP=pp, _PCP=pcp):
         yield mine
 
 
@@ -220,11 +222,18 @@ class Rank:
     """One rank: its connector and its KV cache. ``memory`` are all bytes of the cache."""
 
     def __init__(
-        self, topology: Topology, side: Side, config: VllmConfig, caches: KVCacheConfig, tp_rank: int, pp_rank: int
+        self,
+        topology: Topology,
+        side: Side,
+        config: VllmConfig,
+        caches: KVCacheConfig,
+        tp_rank: int,
+        pp_rank: int,
+        pcp_rank: int,
     ) -> None:
-        self.name, self.coordinates = f"rank {tp_rank}", (pp_rank, tp_rank)
+        self.name, self.coordinates, self.sends = f"rank {tp_rank}", (pp_rank, tp_rank), pcp_rank == 0
         self.heads, self._groups = topology.heads_of(side, tp_rank), caches.kv_cache_groups
-        with as_rank(config, tp_rank, pp_rank) as mine, patch.object(base_worker, "NixlWrapper", Agent):
+        with as_rank(config, tp_rank, pp_rank, pcp_rank) as mine, patch.object(base_worker, "NixlWrapper", Agent):
             self.connector: Any = KVConnectorFactory.create_connector(mine, KVConnectorRole.WORKER, caches)
             worker = self.connector.connector_worker
             self.agent: Agent = getattr(worker.nixl_wrapper, "unlocked", worker.nixl_wrapper)
@@ -335,10 +344,12 @@ class Engine:
         config.scheduler_config.max_num_batched_tokens = CHUNK if self.is_p else MAX_TOKENS
         config.scheduler_config.enable_chunked_prefill = True
         specs = layer_specs(topology, side)
-        coordinates = list(product(range(side.pp), range(side.tp)))
+        config.parallel_config.prefill_context_parallel_size = side.pcp  # vLLM's CPU platform has none
+        config.parallel_config.world_size *= side.pcp
+        coordinates = list(product(range(side.pp), range(side.pcp), range(side.tp)))
         share = len(specs) // side.pp
         stages = [dict(list(specs.items())[pp * share : (pp + 1) * share]) for pp in range(side.pp)]
-        caches = plan(config, [stages[pp] for pp, _ in coordinates])
+        caches = plan(config, [stages[pp] for pp, *_ in coordinates])
         for one in caches:
             one.kv_cache_layout = side.layout
         config.cache_config.num_gpu_blocks = caches[0].num_blocks
@@ -348,9 +359,10 @@ class Engine:
         self.scheduler = Scheduler(config, merged, StructuredOutputManager(config), *sizes)
         shuffle(self.scheduler.kv_cache_manager.block_pool, f"{role}-{index}")
         self.ranks = [
-            Rank(topology, side, config, one, tp, pp) for one, (pp, tp) in zip(caches, coordinates, strict=True)
+            Rank(topology, side, config, one, tp, pp, pcp)
+            for one, (pp, pcp, tp) in zip(caches, coordinates, strict=True)
         ]
-        contacts = {rank.coordinates: rank.connector.get_handshake_metadata() for rank in self.ranks}
+        contacts = {rank.coordinates: rank.connector.get_handshake_metadata() for rank in self.ranks if rank.sends}
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(contacts)
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, len(self.ranks))
         self.requests: dict[str, Request] = {}
@@ -388,7 +400,7 @@ class Engine:
     @property
     def registrations(self) -> int:
         """How many registrations each rank of P has that wait for their request."""
-        workers = [rank.connector.connector_worker for rank in self.ranks]
+        workers = [rank.connector.connector_worker for rank in self.ranks if rank.sends]
         if self.side.stock:
             return min(len(worker._pending_d_registrations) for worker in workers)
         return min(int(worker.claims.pending) for worker in workers)

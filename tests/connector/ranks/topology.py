@@ -18,14 +18,15 @@ TABLE = Path(__file__).with_name("table.json")
 
 @dataclass(frozen=True)
 class Side:
-    """P or D. ``dp`` engines, each of ``pp`` stages of ``tp`` ranks. ``stock``: with vLLM's push connector. Without
-    ``layerwise``, P pushes whole requests.
+    """P or D. ``dp`` engines, each of ``pp`` stages of ``pcp`` times ``tp`` ranks; the ``pcp`` ranks have the same KV.
+    ``stock``: with vLLM's push connector. Without ``layerwise``, P pushes whole requests.
 
     ``layout`` names the axes of the KV cache from the outermost: layers, blocks, heads, tokens, content.
     """
 
     tp: int = 1
     pp: int = 1
+    pcp: int = 1
     dp: int = 1
     block_size: int = 32
     layout: str = "LBHNC"
