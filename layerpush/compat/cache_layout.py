@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-from layerpush.compat.kinds import has_states, kind_of
+from layerpush.compat.kinds import CacheKinds, has_states, kind_of
 from layerpush.core.layout import (
     NO_STATES,
     CacheLayout,
@@ -79,12 +79,18 @@ def _states(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor],
     return States(tuple(layers), tuple(regions))
 
 
-def check_strides(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor]) -> None:
-    """Raises ``NotImplementedError`` if vLLM has described blocks to NIXL that are not those of the KV cache.
+def check_transferable(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor]) -> None:
+    """Raises ``NotImplementedError`` if vLLM cannot transfer this KV cache, or has described other blocks to NIXL.
 
     vLLM takes the blocks of a state to lie one after the other, even in a row with pages of other layers, and attention
-    that shares the first page's address gets the same stride. Call it after ``register_kv_caches``.
+    that shares the first page's address gets the same stride. Without attention, ``_build_fa_remote`` of vLLM ends each
+    handshake with ``StopIteration``. Call it after ``register_kv_caches``.
     """
+    kinds = CacheKinds(worker.kv_cache_config).transferred
+    if kinds and all(kind.is_state for kind in kinds):
+        raise NotImplementedError(
+            "all layers have a state, and vLLM's NIXL connectors transfer no model without attention"
+        )
     bases = worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank]
     for name, cache in kv_caches.items() if has_states(worker.kv_cache_config) else ():
         if cache.ndim > 1 and cache.data_ptr() in bases:

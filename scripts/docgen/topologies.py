@@ -18,6 +18,7 @@ KINDS = {
     "states": "Mamba-2",
     "gdn": "GDN",
     "mla-gdn": "GDN and MLA",
+    "only-states": "Mamba-2 only",
 }
 SHARED = {"heads": "KV heads", "cached": "tokens cached on D", "groups": "group"}
 SIDE = {"tp": "TP", "pp": "PP", "pcp": "PCP", "dp": "DP", "block_size": "blocks", "layout": "", "dtype": ""}

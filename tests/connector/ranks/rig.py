@@ -133,7 +133,9 @@ def layer_specs(topology: Topology, side: Side) -> dict[str, KVCacheSpec]:
                 specs[f"{attention}.attn"] = latent
             case "states" | "gdn" | "mla-gdn" if layer % 2:
                 specs[f"{attention}.attn"] = latent if topology.has_latents else full
-            case "states" | "gdn" | "mla-gdn":  # before attention, as in most models: vLLM registers its memory first
+            case (
+                "states" | "gdn" | "mla-gdn" | "only-states"
+            ):  # before attention, as in most models: vLLM registers its memory first
                 page = (latent if topology.has_latents else full).page_size_bytes
                 specs[f"model.layers.{layer}.mixer"] = state(topology, side, page)
             case "indexer":

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["full", "window", "mixed", "mla", "indexer", "states", "gdn", "mla-gdn"]
+Kind = Literal["full", "window", "mixed", "mla", "indexer", "states", "gdn", "mla-gdn", "only-states"]
 """The model's attention: ``mixed`` has full and sliding layers, ``states`` full layers and Mamba-2, ``gdn`` full layers
-and gated delta nets, ``mla-gdn`` those beside MLA.
+and gated delta nets, ``mla-gdn`` those beside MLA; ``only-states`` Mamba-2 and no attention.
 """
 
 LAYERS = 4
@@ -53,7 +53,7 @@ class Topology:
 
     @property
     def has_states(self) -> bool:
-        return self.kind in ("states", "gdn", "mla-gdn")
+        return self.kind in ("states", "gdn", "mla-gdn", "only-states")
 
     @property
     def has_latents(self) -> bool:
