@@ -18,9 +18,9 @@ from bench import OUTPUT, unfinished, write
 from bench.bootstrap import Interval, ratio_of_medians
 from bench.command import numbers
 from bench.kernelpage import DIRECTIONS, OURS
+from bench.kernelreference import gather_reference, scatter_reference
 from bench.provenance import provenance
 from layerpush_kernels import FULL_DEVICE_PROGRAMS, gather_blocks, scatter_blocks
-from layerpush_kernels.reference import gather_reference, scatter_reference
 
 COPY = "copy"
 POOL_FACTOR = 2  # a cache has twice the blocks that are moved

@@ -361,14 +361,14 @@ def test_the_ray_backend_imports_only_ray_and_the_packages_of_an_engine(extra: s
 
 
 def test_the_entries_reach_every_module() -> None:
-    """Except the command line, which imports a command's modules when it runs, and the kernels' reference for tests."""
+    """Except the command line, which imports a command's modules when it runs."""
     ours = {module for entries in (*ENTRIES.values(), [BESIDE_RAY]) for module in reached(entries)[0]}
     files = [*(ROOT / "layerpush").rglob("*.py"), *(ROOT / "kernels/layerpush_kernels").rglob("*.py")]
     shipped = {
         ".".join(file.relative_to(ROOT).parts).removeprefix("kernels.").removesuffix(".py").removesuffix(".__init__")
         for file in files
     }
-    assert shipped - ours == {"layerpush.__main__", "layerpush.apps.cli", "layerpush_kernels.reference"}
+    assert shipped - ours == {"layerpush.__main__", "layerpush.apps.cli"}
 
 
 def test_each_command_is_an_entry_of_its_extra() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 
+from bench.kernelreference import gather_reference, scatter_reference
 from layerpush_kernels import LayerTable, gather_blocks, layer_table, scatter_blocks
-from layerpush_kernels.reference import gather_reference, scatter_reference
 from tests.unit.kernels.arena import Guarded, guarded, noise, poisoned_bytes
 from tests.unit.kernels.caches import Case, Layout, cases
 from tests.unit.kernels.places import PLACES, running_at
