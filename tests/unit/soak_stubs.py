@@ -123,7 +123,7 @@ class FakeSlots:
         self.replaced.append((name, same_id))
 
 
-class World:
+class SoakRig:
     """One P, one D, the plain engine, and the traffic between them."""
 
     def __init__(self) -> None:

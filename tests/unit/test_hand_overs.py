@@ -27,7 +27,7 @@ class Request:
     num_output_tokens: int = 0
 
 
-class World:
+class AwaitedLoad:
     """A scheduler that awaits one load, whose last completion is read at 10.0 s."""
 
     def __init__(self, clock: str | None = None) -> None:
@@ -45,94 +45,94 @@ class World:
 
 
 def test_the_parts_add_up_to_the_whole() -> None:
-    world = World()
-    world.hand_overs.loads_reported(["r"], set(), 10.25)
-    world.hand_overs.requests_scheduled({"other"}, 10.5)
-    world.hand_overs.requests_scheduled({"r", "other"}, 11.0)
-    world.hand_overs.tick(11.5)
-    world.hand_overs.requests_scheduled({"r"}, 12.0)  # its second chunk
-    world.request.num_output_tokens = 1
-    world.hand_overs.tick(13.0)
-    seconds = world.seconds()
+    load = AwaitedLoad()
+    load.hand_overs.loads_reported(["r"], set(), 10.25)
+    load.hand_overs.requests_scheduled({"other"}, 10.5)
+    load.hand_overs.requests_scheduled({"r", "other"}, 11.0)
+    load.hand_overs.tick(11.5)
+    load.hand_overs.requests_scheduled({"r"}, 12.0)  # its second chunk
+    load.request.num_output_tokens = 1
+    load.hand_overs.tick(13.0)
+    seconds = load.seconds()
     assert [seconds(part) for part in PARTS] == [[0.25], [0.75], [2.0]]
     assert seconds(HAND_OVER) == [3.0] == [sum(seconds(part)[0] for part in PARTS)]
-    (record,) = world.records
+    (record,) = load.records
     assert (record.request_id, record.engine_id) == ("r", "D")
     assert (record.t_all_reported, record.t_scheduled, record.t_first_token) == (10.25, 11.0, 13.0)
-    world.request.num_output_tokens = 2
-    world.hand_overs.tick(14.0)
-    world.hand_overs.request_finished("r", 15.0)
-    assert (len(world.records), len(world.hand_overs)) == (1, 0)
+    load.request.num_output_tokens = 2
+    load.hand_overs.tick(14.0)
+    load.hand_overs.request_finished("r", 15.0)
+    assert (len(load.records), len(load.hand_overs)) == (1, 0)
 
 
 def test_a_first_token_without_a_step_on_d_is_measured() -> None:
-    world = World()
-    world.hand_overs.loads_reported(["r"], set(), 10.25)
-    world.request.num_output_tokens = 1
-    world.hand_overs.tick(10.5)
-    seconds = world.seconds()
+    load = AwaitedLoad()
+    load.hand_overs.loads_reported(["r"], set(), 10.25)
+    load.request.num_output_tokens = 1
+    load.hand_overs.tick(10.5)
+    seconds = load.seconds()
     assert [seconds(one) for one in (HAND_OVER, *PARTS)] == [[0.5], [0.25], [0.25], [0.0]]
-    assert world.records[0].t_scheduled is None
+    assert load.records[0].t_scheduled is None
 
 
 def test_a_request_of_one_token_is_measured() -> None:
     """The engine finishes the request before it asks for metrics."""
-    world = World()
-    world.hand_overs.loads_reported(["r"], set(), 10.25)
-    world.hand_overs.requests_scheduled({"r"}, 10.5)
-    world.request.num_output_tokens = 1
-    world.hand_overs.request_finished("r", 11.0)
-    world.hand_overs.tick(11.25)
-    assert world.seconds()(HAND_OVER) == [1.0]
-    assert [record.t_first_token for record in world.records] == [11.0]
+    load = AwaitedLoad()
+    load.hand_overs.loads_reported(["r"], set(), 10.25)
+    load.hand_overs.requests_scheduled({"r"}, 10.5)
+    load.request.num_output_tokens = 1
+    load.hand_overs.request_finished("r", 11.0)
+    load.hand_overs.tick(11.25)
+    assert load.seconds()(HAND_OVER) == [1.0]
+    assert [record.t_first_token for record in load.records] == [11.0]
 
 
 def test_the_last_completion_of_several_ranks_counts() -> None:
-    world = World()
-    world.hand_overs.load_completed("r", 10.5, clock_name())
-    world.hand_overs.load_completed("r", 10.25, clock_name())
-    world.hand_overs.loads_reported(["r"], set(), 11.0)
-    world.request.num_output_tokens = 1
-    world.hand_overs.tick(11.0)
-    assert world.seconds()(HAND_OVER_REPORT) == [0.5]
+    load = AwaitedLoad()
+    load.hand_overs.load_completed("r", 10.5, clock_name())
+    load.hand_overs.load_completed("r", 10.25, clock_name())
+    load.hand_overs.loads_reported(["r"], set(), 11.0)
+    load.request.num_output_tokens = 1
+    load.hand_overs.tick(11.0)
+    assert load.seconds()(HAND_OVER_REPORT) == [0.5]
 
 
 def test_a_load_has_no_time_if_one_rank_has_another_clock() -> None:
-    world = World()
-    world.hand_overs.load_completed("r", 10.5, "another")
-    world.hand_overs.load_completed("r", 10.25, clock_name())
-    world.hand_overs.loads_reported(["r"], set(), 11.0)
-    world.request.num_output_tokens = 1
-    world.hand_overs.tick(11.0)
-    assert world.seconds()(HAND_OVER_REPORT) == []
+    load = AwaitedLoad()
+    load.hand_overs.load_completed("r", 10.5, "another")
+    load.hand_overs.load_completed("r", 10.25, clock_name())
+    load.hand_overs.loads_reported(["r"], set(), 11.0)
+    load.request.num_output_tokens = 1
+    load.hand_overs.tick(11.0)
+    assert load.seconds()(HAND_OVER_REPORT) == []
 
 
 def test_with_another_clock_only_the_schedulers_own_parts_are_measured() -> None:
-    world = World(clock="another host's")
-    world.hand_overs.loads_reported(["r"], set(), 10.25)
-    world.hand_overs.requests_scheduled({"r"}, 10.5)
-    world.request.num_output_tokens = 1
-    world.hand_overs.tick(11.5)
-    seconds = world.seconds()
+    load = AwaitedLoad(clock="another host's")
+    load.hand_overs.loads_reported(["r"], set(), 10.25)
+    load.hand_overs.requests_scheduled({"r"}, 10.5)
+    load.request.num_output_tokens = 1
+    load.hand_overs.tick(11.5)
+    seconds = load.seconds()
     assert (seconds(HAND_OVER), seconds(HAND_OVER_REPORT)) == ([], [])
     assert (seconds(HAND_OVER_SCHEDULE), seconds(HAND_OVER_FIRST_STEP)) == ([0.25], [1.0])
 
 
 @pytest.mark.parametrize("how", ["failed", "aborted", "unknown"])
 def test_failed_aborted_and_unknown_requests_are_not_measured(how: str) -> None:
-    world = World()
+    load = AwaitedLoad()
     if how == "failed":
-        world.hand_overs.loads_reported(["r"], {"r"}, 10.25)
-        world.request.num_output_tokens = 1  # D has computed the prompt itself
-        world.hand_overs.tick(11.0)
+        load.hand_overs.loads_reported(["r"], {"r"}, 10.25)
+        load.request.num_output_tokens = 1  # D has computed the prompt itself
+        load.hand_overs.tick(11.0)
     elif how == "aborted":
-        world.hand_overs.loads_reported(["r"], set(), 10.25)
+        load.hand_overs.loads_reported(["r"], set(), 10.25)
     else:
-        world.hand_overs.load_completed("x", 1.0, clock_name())
-        world.hand_overs.loads_reported(["x"], set(), 10.25)
-    world.hand_overs.request_finished("r", 11.0)
-    world.hand_overs.tick(12.0)
-    assert world.records == []
-    seconds = world.seconds()
+        load.hand_overs.load_completed("x", 1.0, clock_name())
+        load.hand_overs.loads_reported(["x"], set(), 10.25)
+    load.hand_overs.request_finished("r", 11.0)
+    load.hand_overs.tick(12.0)
+    assert load.records == []
+    seconds = load.seconds()
     assert [seconds(one) for one in (HAND_OVER, *PARTS)] == [[], [], [], []]
-    assert len(world.hand_overs) == 0
+    assert len(load.hand_overs) == 0

@@ -116,7 +116,7 @@ def test_cancels_are_repeated_forever_at_growing_intervals(
 
 
 @dataclass
-class LoadWorld:
+class AccountedLoad:
     """A load, and an account of it that is kept from its events alone."""
 
     session: LoadSession = field(default_factory=lambda: LoadSession("d-1", PATIENCE_S))
@@ -266,7 +266,7 @@ class LoadWorld:
 
     @property
     def likeness(self) -> str:
-        """Equal for worlds with the same future; the reason of a failure does not count."""
+        """Equal for loads with the same future; the reason of a failure does not count."""
         fields = {name: value for name, value in vars(self.session).items() if name != "cause"}
         ordered = {
             name: sorted(value) if isinstance(value, frozenset | dict) else value for name, value in fields.items()
@@ -289,20 +289,20 @@ EVENTS: list[Event] = [
 
 def explored() -> Iterator[tuple[State, type[Event], State]]:
     """Every event in every situation of a load with two agents, and the state after it."""
-    fresh = [LoadWorld()]
+    fresh = [AccountedLoad()]
     seen = {fresh[0].likeness}
     while fresh:
-        world = fresh.pop()
-        same = clone(world.session)
+        load = fresh.pop()
+        same = clone(load.session)
         for event in EVENTS:
-            if not world.session.accepts(type(event)):
+            if not load.session.accepts(type(event)):
                 with pytest.raises(IllegalTransitionError, match=f"{type(event).__name__} while {same.state.name}"):
-                    same.handle(event, world.now)
-                assert vars(same) == vars(world.session)
+                    same.handle(event, load.now)
+                assert vars(same) == vars(load.session)
                 continue
-            after = clone(world)
+            after = clone(load)
             after.send(event)
-            yield world.session.state, type(event), after.session.state
+            yield load.session.state, type(event), after.session.state
             if after.likeness not in seen and after.steps <= STEPS:
                 seen.add(after.likeness)
                 fresh.append(after)

@@ -12,7 +12,7 @@ from layerpush.prefill.claim_table import ClaimTable
 from layerpush.prefill.pairing import Pairing
 from tests.faults.soak.audits import ALLOWED, Auditor
 from tests.faults.soak.inhost import Audit, audit, left_in
-from tests.unit.soak_stubs import LATER, World
+from tests.unit.soak_stubs import LATER, SoakRig
 
 
 class Desk:
@@ -53,37 +53,37 @@ def test_the_audit_ignores_only_the_waiting_registration_of_a_dead_d() -> None:
 
 @pytest.mark.parametrize("way", ["replaced", "ended"])
 def test_a_request_is_an_orphan_once_its_d_has_died(way: str) -> None:
-    world = World()
-    world.send()
-    [request_id] = world.traffic.sent.ids()
-    assert world.traffic.sent.orphans() == set()
-    world.slots["P1"].incarnation += 1
-    assert world.traffic.sent.orphans() == set(), "D cancels, not P"
+    rig = SoakRig()
+    rig.send()
+    [request_id] = rig.traffic.sent.ids()
+    assert rig.traffic.sent.orphans() == set()
+    rig.slots["P1"].incarnation += 1
+    assert rig.traffic.sent.orphans() == set(), "D cancels, not P"
     if way == "replaced":
-        world.slots["D1"].incarnation += 1
+        rig.slots["D1"].incarnation += 1
     else:
-        world.d.ended = True
-    assert world.traffic.sent.orphans() == {request_id}
+        rig.d.ended = True
+    assert rig.traffic.sent.orphans() == {request_id}
 
 
 def test_a_request_not_sent_to_its_d_is_no_orphan() -> None:
-    world = World()
-    world.send(order="p-first")
-    world.slots["D1"].incarnation += 1
-    assert world.traffic.sent.orphans() == set()
+    rig = SoakRig()
+    rig.send(order="p-first")
+    rig.slots["D1"].incarnation += 1
+    assert rig.traffic.sent.orphans() == set()
 
 
 def test_an_audit_names_the_orphaned_requests() -> None:
-    world = World()
-    world.send()
-    world.slots["D1"].incarnation += 1
-    world.send(number=2)
-    dead, alive = world.traffic.sent.ids()
-    world.p.answers = Audit(3, (), (), 0, (), 9)
-    auditor = Auditor([world.slots["P1"]], world.traffic.sent)  # type: ignore[list-item]
+    rig = SoakRig()
+    rig.send()
+    rig.slots["D1"].incarnation += 1
+    rig.send(number=2)
+    dead, alive = rig.traffic.sent.ids()
+    rig.p.answers = Audit(3, (), (), 0, (), 9)
+    auditor = Auditor([rig.slots["P1"]], rig.traffic.sent)  # type: ignore[list-item]
     assert not auditor.over(0.0)
-    assert world.p.called[-1] == (audit, ([alive], [dead], ALLOWED))
-    world.p.answers = dataclasses.replace(world.p.answers, missing_blocks=0)
+    assert rig.p.called[-1] == (audit, ([alive], [dead], ALLOWED))
+    rig.p.answers = dataclasses.replace(rig.p.answers, missing_blocks=0)
     auditor._audits[0]._next_at = 0.0
     auditor.over(0.0)
     assert auditor.over(LATER)
