@@ -21,10 +21,10 @@ test-fast: ## only tests that start no engines, for while you work: 3 minutes on
 test-all: ## run check, then all tests: an hour on two cores
 	@scripts/test --all $(ARGS)
 
-check: ## ruff, mypy --strict, import contracts
+check: ## ruff, mypy --strict, import contracts, and whether names of vLLM have moved
 	@scripts/check $(ARGS)
 
-bench: ## measure auto, layer, chunk and whole-request push beside one engine without a transfer
+bench: ## measure auto, layer, chunk and push of the whole request beside one engine without a transfer
 	@scripts/bench $(ARGS)
 
 soak: ## real engines under load and random faults for MINUTES=10; every answer and every pushed block is checked

@@ -77,8 +77,8 @@ def in_short(result: Result) -> str:
     cell = max(result["cells"], key=lambda cell: int(cell["prompt_tokens"]))
     exposed = {mode: f"{cell['modes'][mode]['exposed_ms']['p50']:.1f} ms" for mode in (AUTO, REFERENCE)}
     return (
-        f"Prompts of {cell['prompt_tokens']} tokens, medians: {exposed[AUTO]} of the transfer remain after prefill if "
-        f"layers stream (`{AUTO}`), and {exposed[REFERENCE]} if the whole request is pushed then (`{REFERENCE}`). "
+        f"Prompts of {cell['prompt_tokens']} tokens, medians: after prefill, {exposed[AUTO]} of the transfer are left "
+        f"by layer (`{AUTO}`), and {exposed[REFERENCE]} with a whole push (`{REFERENCE}`). "
         f"Prefill takes {_ratio(cell, 'prefill_ms', f'{AUTO}/{REFERENCE}')} of `{REFERENCE}`'s time, and the first "
         f"token {_ratio(cell, 'ttft_ms', f'{AUTO}/push')} of that with stock vLLM's push. "
         f"{conditions(result, _pace(cell))}"

@@ -52,7 +52,7 @@ def params(body: str, p: Engine) -> dict[str, Any]:
     ("to_p", "to_d"), [(MORIIO_TO_P, MORIIO_TO_D), (PUSH_TO_P, PUSH_TO_D)], ids=["moriio", "NIXLPushMode"]
 )
 @pytest.mark.parametrize("ids", ["one id", "an id for each"])
-def test_layers_stream_when_llm_d_sends_to_both_engines_at_once(engine: Build, to_p: str, to_d: str, ids: str) -> None:
+def test_p_pushes_by_layer_when_llm_d_asks_both_engines_at_once(engine: Build, to_p: str, to_d: str, ids: str) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
     for_p, for_d = params(to_p, p), params(to_d, p)
     check_params(for_p, "kv_producer", LayerPushConfig())

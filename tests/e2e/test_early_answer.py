@@ -1,4 +1,4 @@
-"""P with ``answer_early`` behind routers that ask P first and then D: layers stream all the same."""
+"""P with ``answer_early`` behind routers that ask P first and then D: P pushes by layer all the same."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def answered(pair: Pair) -> float:
 
 @patient
 @pytest.mark.parametrize("router", SERIAL)
-def test_layers_stream_through_a_sequential_router(pair: Pair, router: str) -> None:
+def test_p_pushes_by_layer_behind_a_sequential_router(pair: Pair, router: str) -> None:
     more, changed = SERIAL[router]
     before, request_id = answered(pair), str(uuid.uuid4())
     prompt = words(TOKENS, seed=20 + list(SERIAL).index(router))
@@ -139,7 +139,7 @@ def test_a_chat_is_answered_early(pair: Pair) -> None:
 
 
 @patient
-def test_vllm_router_streams_layers_of_its_first_request(pair: Pair) -> None:
+def test_p_pushes_the_first_request_of_vllm_router_by_layer(pair: Pair) -> None:
     """The router is sequential until it knows P."""
     subprocess.run([ROOT / "scripts" / "vllm-router"], check=True)
     prompt = words(TOKENS, seed=4)

@@ -200,7 +200,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @patient
-def test_layers_stream(stack: Stack) -> None:
+def test_p_pushes_by_layer(stack: Stack) -> None:
     """Once the router knows P, it asks P and D at the same time. Each P gets one of the requests."""
     pushes = []
     for chat, seed in ((False, 100), (True, 101)):

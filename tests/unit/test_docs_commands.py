@@ -43,7 +43,7 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("docs/configuration.md", "vllm serve MODEL --kv-transfer-config"): (f"{E2E}::test_the_configuration",),
     (DEPLOYMENT, "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1"): (DEPLOYED,),
     (DEPLOYMENT, "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.2"): (DEPLOYED,),
-    (DEPLOYMENT, "vllm-router --host 0.0.0.0"): ("tests/e2e/test_vllm_router.py::test_layers_stream",),
+    (DEPLOYMENT, "vllm-router --host 0.0.0.0"): ("tests/e2e/test_vllm_router.py::test_p_pushes_by_layer",),
     (DEPLOYMENT, "layerpush proxy --host 0.0.0.0"): (DEPLOYED,),
     (PROXY, "layerpush proxy --port 8000"): (README_RUN,),
     (PROXY, "curl http://127.0.0.1:8000/v1/chat/completions"): (README_RUN,),
