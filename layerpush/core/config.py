@@ -101,7 +101,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(
             description="On P: answer a router that asks P before D as soon as the engine has the request, and go on "
-            "computing. D's engines must push, too."
+            "computing. D must run a push connector as well."
         ),
     ] = False
     unknown_request_timeout_s: Annotated[

@@ -2,8 +2,8 @@
 
 While the connection to a decode engine is closing (``Connections.close``), its registrations are held. Answers to an
 engine whose connection was lost are kept for a while, in case it lives. An engine that was never connected gets the
-end of a push without a handshake, if its registration had a ``contact``. Requests that are not here are no reason for a
-handshake: anybody may name any host. Writer thread only.
+end of a push without a handshake, if its registration had a ``contact``. A registration begins no handshake before its
+request has come to P: anybody may name any host. Writer thread only.
 """
 
 from __future__ import annotations
