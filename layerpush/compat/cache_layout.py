@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
@@ -36,8 +37,9 @@ def cache_layout(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Ten
     blocks = worker.dst_region_num_blocks[worker.engine_id]
     if len(blocks) != len(region_index):
         raise LayoutError(f"{len(blocks)} region sizes for {len(region_index)} descriptor regions")
+    sizes, strides = worker.block_len_per_layer, worker.block_stride_per_layer
     regions = [
-        Region(bases[index], worker.block_len_per_layer[index], count)
+        Region(bases[index], sizes[index], count, strides[index] - sizes[index])
         for index, count in zip(region_index, blocks, strict=True)
     ]
     pages = worker._physical_blocks_per_logical_kv_block
@@ -45,7 +47,7 @@ def cache_layout(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Ten
         return named_layers(worker._transfer_layer_names, worker._transfer_layer_group_ids, regions, pages)
     groups = worker.kv_cache_config.transfer_group_index_by_layer
     caches = [
-        LayerCache(name, groups[name], cache.data_ptr(), _span(cache), spec.page_size_bytes // pages)
+        _layer_cache(name, groups[name], cache, spec.page_size_bytes // pages)
         for name, cache in kv_caches.items()
         if (spec := worker._layer_specs.get(name)) is not None and not kind_of(spec).is_state
     ]
@@ -122,30 +124,29 @@ def layer_bytes(worker: NixlPushConnectorWorker) -> int:
     return max((-(-tokens * spec.page_size_bytes // spec.block_size) for spec in specs), default=0)
 
 
-def slot_views(worker: NixlPushConnectorWorker, kv_caches: dict[str, Any]) -> list[torch.Tensor]:
+def slot_views(layout: CacheLayout, kv_caches: dict[str, Any]) -> list[torch.Tensor]:
     """A view of each region, in descriptor order, as ``uint8 [kernel blocks, block bytes]``.
 
     Raises ``LayoutError`` for a region that lies in no tensor.
     """
     import torch
 
-    bases = worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank]
     storages = {}
     for cache in kv_caches.values():
         storage = cache.untyped_storage()
         storages[storage.data_ptr()] = (storage, cache.device)
     views = []
-    region_index: Sequence[int] = worker._transfer_layer_region_indices or range(len(bases))
-    for index, blocks in zip(region_index, worker.dst_region_num_blocks[worker.engine_id], strict=True):
-        base, size, stride = bases[index], worker.block_len_per_layer[index], worker.block_stride_per_layer[index]
+    for region in layout.regions:
+        base = region.base
         found = next(
             ((start, *rest) for start, rest in storages.items() if start <= base < start + rest[0].nbytes()), None
         )
-        if found is None or base + (blocks - 1) * stride + size > found[0] + found[1].nbytes():
-            raise LayoutError(f"region {index} at {base:#x} lies in no tensor of the KV cache")
+        if found is None or base + region.blocks * region.stride - region.gap > found[0] + found[1].nbytes():
+            raise LayoutError(f"the region at {base:#x} lies in no tensor of the KV cache")
         start, storage, device = found
         view = torch.empty(0, dtype=torch.uint8, device=device)
-        views.append(view.set_(storage, base - start, (blocks, size), (stride, 1)))
+        shape = region.blocks, region.block_bytes
+        views.append(view.set_(storage, base - start, shape, (region.stride, 1)))
     return views
 
 
@@ -159,6 +160,19 @@ def device_of(kv_caches: dict[str, Any]) -> torch.device:
 def _span(cache: torch.Tensor) -> int:
     last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
     return int((last + 1) * cache.element_size())
+
+
+def _layer_cache(name: str, group: int, cache: torch.Tensor, page_bytes: int) -> LayerCache:
+    size, runs = cache.element_size(), (0,)
+    contiguous = size
+    for stride, length in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
+        if stride * size == contiguous and len(runs) == 1:
+            contiguous *= length
+        elif length > 1:
+            runs = tuple(run + step * stride * size for step in range(length) for run in runs)
+    found = LayerCache(name, group, cache.data_ptr(), _span(cache), page_bytes)
+    is_padded = len(runs) > 1 and len(runs) * contiguous != page_bytes
+    return found if is_padded else replace(found, stride=cache.stride(0) * size, runs=runs)
 
 
 def _model_order(name: str) -> list[tuple[bool, int, str]]:

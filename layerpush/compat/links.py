@@ -16,9 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpe
 
 from layerpush.compat.cache_layout import state_parts
 from layerpush.compat.kinds import has_states, kinds_of
-from layerpush.compat.pieces import OtherBlocks, cut, size_difference
+from layerpush.compat.pieces import Cut, OtherBlocks, cut, moved_layer, size_difference
 from layerpush.core.layout import CacheLayout
 from layerpush.core.replica import Replica
+from layerpush.core.write import MismatchError
 from layerpush.transport.base import Route
 from layerpush.transport.link import Link
 
@@ -58,16 +59,21 @@ def discover_link(
         Route(agent_name(agents[(0, spec.remote_rank)]), spec.remote_rank, local, remote)
         for spec, local, remote in targets
     )
-    pieces, remote = None, worker.transfer_topo.get_engine_info(engine_id)
+    found, remote = Cut(routes, _region_blocks(worker, engine_id)), worker.transfer_topo.get_engine_info(engine_id)
     if isinstance(remote, OtherBlocks):
-        pieces, routes = cut(worker, engine_id, remote, layout, routes)
+        try:
+            found = cut(worker, engine_id, remote, layout, routes)
+        except MismatchError as error:
+            if size_difference(worker, remote) is not None:
+                raise
+            return Link(engine_id, (), (), refusal=str(error))
     return Link(
         engine_id,
-        routes,
-        _region_blocks(worker, engine_id),
+        found.routes,
+        found.region_blocks,
         share=_share(worker, engine_id),
         replicas=replicas(worker, engine_id),
-        pieces=pieces,
+        pieces=found.pieces,
     )
 
 
@@ -113,7 +119,7 @@ def own_blocks(worker: NixlPushConnectorWorker, engine_id: str, whole: ReadSpec)
     )
 
 
-def mismatch(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
+def mismatch(worker: NixlPushConnectorWorker, engine_id: str, layout: CacheLayout | None = None) -> str | None:
     """The reason why no push between this engine and a connected one can be right; None if one can.
 
     vLLM has no check of tensor parallel sizes of models with Mamba. Its code for other block sizes is for pulls: it
@@ -127,6 +133,8 @@ def mismatch(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
             return f"{difference}, and a model with Mamba layers needs equal ones"
         if not isinstance(remote, OtherBlocks) or not remote.is_layerpush:
             return f"{difference}, and vLLM's push connector needs equal ones"
+    if isinstance(remote, OtherBlocks) and (layer := moved_layer(worker, remote, layout)) is not None:
+        return f"its rows have {layer} at another place than ours"
     return None
 
 

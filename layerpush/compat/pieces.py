@@ -1,8 +1,11 @@
-"""Connections to engines whose blocks have another size than ours: their facts, and descriptors of pieces of blocks.
+"""Connections for which P prepares descriptors of its own: of pieces of blocks, or of parts of rows of several layers.
 
-vLLM has code for such engines, but it is for pulls: it accepts smaller blocks of the peer only, and where heads are not
-contiguous the receiver moves what it got. Here vLLM sees an engine with blocks like ours, so it has nothing to do on D;
-it still checks that a token has as many bytes on both sides. P prepares descriptors of its own.
+vLLM has code for engines whose blocks have another size than ours, but it is for pulls: it accepts smaller blocks of
+the peer only, and where heads are not contiguous the receiver moves what it got. Here vLLM sees an engine with blocks
+like ours, so it has nothing to do on D; it still checks that a token has as many bytes on both sides.
+
+Where the layers of a block share a row, vLLM prepares one descriptor for a row. A part of a row has the same place on
+both sides, in proportion to the rows: vLLM's whole pushes rely on that, too.
 """
 
 from __future__ import annotations
@@ -57,38 +60,54 @@ CONTENT: dict[str, Callable[[int, Any], Strips]] = {
 
 
 class Strided(NamedTuple):
-    """A region: ``blocks`` kernel blocks of ``block_bytes``, ``stride`` bytes apart, from ``base`` on ``device``."""
+    """``blocks`` kernel blocks of ``block_bytes``, or a part of each, ``stride`` bytes apart, from ``base`` on
+    ``device``. NIXL's row of strided descriptors.
+    """
 
     base: int
     block_bytes: int
+    device: int
     stride: int
     blocks: int
-    device: int
+
+    def part(self, start: int, size: int) -> Strided:
+        """The bytes ``[start, start + size)`` of each block."""
+        return Strided(self.base + start, size, self.device, self.stride, self.blocks)
 
 
 @dataclass(frozen=True)
 class OtherBlocks(EngineTransferInfo):
-    """vLLM's facts about an engine with other blocks. vLLM's fields have our sizes; the engine's own are here.
+    """vLLM's facts about an engine with other blocks, or with rows of several layers. vLLM's fields have our sizes; the
+    engine's own are here.
 
     A block has ``pages`` kernel blocks of ``kernel_tokens`` tokens. ``regions`` are those of each of its ranks that we
-    may write to, in the order of our slots.
+    may write to, in the order of ours; ``places`` are offset and size of each layer in its row, where it says so.
+    ``prepared`` are our lists of descriptors in each rank's memory. Handshake executor, then writer thread.
     """
 
     kernel_tokens: int = 0
     pages: int = 1
     is_layerpush: bool = False
     regions: dict[int, list[Strided]] = field(default_factory=dict, compare=False)
+    places: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False)
+    prepared: dict[int, Any] = field(default_factory=dict, compare=False)
 
 
 def other_blocks(
-    worker: NixlPushConnectorWorker, metadata: NixlAgentMetadata, tp_size: int, dcp_size: int, *, is_layerpush: bool
+    worker: NixlPushConnectorWorker,
+    metadata: NixlAgentMetadata,
+    tp_size: int,
+    dcp_size: int,
+    *,
+    has_rows: bool,
+    is_layerpush: bool,
 ) -> OtherBlocks | None:
-    """Register the facts of an engine with other blocks, before vLLM does. None: its blocks are like ours, or the model
-    has states. Handshake executor.
+    """Register the facts of an engine with other blocks, before vLLM does, or of any engine if ours ``has_rows`` of
+    several layers. None: its blocks are like ours, or the model has states. Handshake executor.
     """
     ours = worker.block_size, worker._physical_blocks_per_logical_kv_block
     theirs = metadata.block_size, metadata.physical_blocks_per_logical_kv_block
-    if theirs == ours or has_states(worker.kv_cache_config):
+    if (theirs == ours and not has_rows) or has_states(worker.kv_cache_config):
         return None
     topology = worker.transfer_topo
     assert topology is not None
@@ -105,6 +124,7 @@ def other_blocks(
         kernel_tokens=theirs[0],
         pages=theirs[1],
         is_layerpush=is_layerpush,
+        places=metadata.packed_member_layouts,
     )
     topology.register_remote_engine(metadata.engine_id, info)
     return info
@@ -127,7 +147,7 @@ def regions_of(metadata: NixlAgentMetadata, bases: Sequence[int]) -> list[Stride
     """The engine's regions that begin at ``bases``."""
     counts = metadata.region_num_blocks or [metadata.num_blocks] * len(metadata.block_lens)
     regions = zip(metadata.kv_caches_base_addr, metadata.block_lens, metadata.block_strides, counts, strict=True)
-    found = {base: Strided(base, size, stride, count, metadata.device_id) for base, size, stride, count in regions}
+    found = {base: Strided(base, size, metadata.device_id, stride, count) for base, size, stride, count in regions}
     return [found[base] for base in bases]
 
 
@@ -145,14 +165,98 @@ class _Cache(NamedTuple):
     is_replicated: bool
 
 
+class Cut(NamedTuple):
+    """A link by descriptors of our own: its ``routes`` have them, and each slot has ``region_blocks`` there. ``pieces``
+    is None if the blocks have one size.
+    """
+
+    routes: tuple[Route, ...]
+    region_blocks: tuple[int, ...]
+    pieces: Pieces | None = None
+
+
 def cut(
     worker: NixlPushConnectorWorker,
     engine_id: str,
     info: OtherBlocks,
     layout: CacheLayout | None,
     routes: Sequence[Route],
-) -> tuple[Pieces, tuple[Route, ...]]:
-    """Prepare descriptors of pieces for each route. Raises ``MismatchError`` if these blocks cannot be cut.
+) -> Cut:
+    """Prepare descriptors for each route. Raises ``MismatchError`` if these blocks, or rows, cannot be cut."""
+    if layout is None:
+        raise MismatchError(f"{size_difference(worker, info)}, and our KV cache cannot be told apart by layer")
+    regions = [_parts(layout, info.regions[route.remote_rank]) for route in routes]
+    if size_difference(worker, info) is None:
+        here, there, pieces = [_own(worker, layout)] * len(routes), regions, None
+        if any([slot.block_bytes for slot in slots] != [slot.block_bytes for slot in here[0]] for slots in there):
+            raise MismatchError("its rows of several layers have another size than ours")
+    else:
+        here, there, pieces = _pieces(worker, engine_id, info, layout, routes, regions)
+    handles, agent = worker.src_xfer_handles_by_tp_ratio, worker.nixl_wrapper
+    ratio = worker.transfer_topo.tp_ratio(info.remote_tp_size)
+    key = ratio, -info.kernel_tokens  # not vLLM's, which releases them at shutdown
+    if key not in handles:
+        handles[key] = [_prepared(agent, "NIXL_INIT_AGENT", mine, worker.region_mem_types[0]) for mine in here]
+    release(worker, info)
+    memory = worker.dst_region_mem_types[engine_id][0]
+    for route, its in zip(routes, there, strict=True):
+        info.prepared[route.remote_rank] = _prepared(agent, route.agent, its, memory)
+    own = tuple(
+        dataclasses.replace(route, local_descriptors=local, remote_descriptors=info.prepared[route.remote_rank])
+        for route, local in zip(routes, handles[key], strict=True)
+    )
+    return Cut(own, tuple(region.blocks for region in regions[0]), pieces)
+
+
+def release(worker: NixlPushConnectorWorker, info: OtherBlocks) -> None:
+    """Release our lists of descriptors in an engine's memory."""
+    while info.prepared:
+        worker.nixl_wrapper.release_dlist_handle(info.prepared.popitem()[1])
+
+
+def moved_layer(worker: NixlPushConnectorWorker, info: OtherBlocks, layout: CacheLayout | None) -> str | None:
+    """A layer that an engine has at another place of its rows than we; None if there is none, or if it tells none."""
+    if layout is None or not layout.parts or not info.places:
+        return None
+    for layer in layout.layers:
+        ours = layout.parts[layer.slots[0]].offset, sum(layout.regions[slot].block_bytes for slot in layer.slots)
+        theirs = info.places.get(layer.name, (-1, 0))
+        if [place * info.kernel_tokens for place in ours] != [place * worker.block_size for place in theirs]:
+            return layer.name
+    return None
+
+
+def _own(worker: NixlPushConnectorWorker, layout: CacheLayout) -> list[Strided]:
+    return [
+        Strided(region.base, region.block_bytes, worker.device_id, region.stride, region.blocks)
+        for region in layout.regions
+    ]
+
+
+def _parts(layout: CacheLayout, regions: Sequence[Strided]) -> list[Strided]:
+    """What each of our slots has in an engine's registered ``regions``. Raises ``MismatchError``."""
+    if not layout.parts:
+        return list(regions)
+    found = []
+    for part, ours in zip(layout.parts, layout.regions, strict=True):
+        row = regions[part.row]
+        offset, rest = divmod(part.offset * row.block_bytes, part.row_bytes)
+        size, more = divmod(ours.block_bytes * row.block_bytes, part.row_bytes)
+        if rest or more:
+            raise MismatchError("its rows of several layers cannot be cut as ours")
+        found.append(row.part(offset, size))
+    return found
+
+
+def _pieces(
+    worker: NixlPushConnectorWorker,
+    engine_id: str,
+    info: OtherBlocks,
+    layout: CacheLayout,
+    routes: Sequence[Route],
+    regions: Sequence[Sequence[Strided]],
+) -> tuple[list[list[Strided]], list[list[Strided]], Pieces]:
+    """Rows of descriptors here and in an engine's slots, for each route, and what they are of.
 
     A slot has rows of descriptors: for each part of a kernel block one, or one for each strip of each head where heads
     are cut apart. A row has a descriptor for each kernel block. ``PieceRows`` in ``transport/link.py`` has their ids.
@@ -167,9 +271,9 @@ def cut(
     splits = len(plan.source_ranks_per_group[0]) if ratio < 0 else 1
     together = [cache.by_token or ours == theirs for cache in caches]
     here, there = [], []
-    for route in routes:
-        mine, its = [], []
-        for cache, region, whole in zip(caches, info.regions[route.remote_rank], together, strict=True):
+    for route, slots in zip(routes, regions, strict=True):
+        mine, its = list[Strided](), list[Strided]()
+        for cache, region, whole in zip(caches, slots, together, strict=True):
             heads, first, offset = cache.heads, 0, plan.rank_offset_factor * cache.heads
             if cache.is_replicated:
                 offset = 0
@@ -187,19 +291,7 @@ def cut(
         1 if whole else len(cache.strips) * (cache.heads if cache.is_replicated else cache.heads // splits)
         for whole, cache in zip(together, caches, strict=True)
     ]
-    pieces = Pieces(tokens, ours * pages, theirs * info.pages, ours, theirs, tuple(rows))
-    handles, agent = worker.src_xfer_handles_by_tp_ratio, worker.nixl_wrapper
-    key = ratio, -info.kernel_tokens  # not vLLM's, which releases them at shutdown
-    if key not in handles:
-        handles[key] = [_prepared(agent, "NIXL_INIT_AGENT", mine, worker.region_mem_types[0]) for mine in here]
-    cut_routes = []
-    for route, local, its in zip(routes, handles[key], there, strict=True):
-        remote = _prepared(agent, route.agent, its, worker.dst_region_mem_types[engine_id][0])
-        lists = worker.dst_xfer_side_handles[engine_id]  # vLLM releases them with the connection
-        agent.release_dlist_handle(lists[route.remote_rank])
-        lists[route.remote_rank] = remote
-        cut_routes.append(dataclasses.replace(route, local_descriptors=local, remote_descriptors=remote))
-    return pieces, tuple(cut_routes)
+    return here, there, Pieces(tokens, ours * pages, theirs * info.pages, ours, theirs, tuple(rows))
 
 
 def size_difference(worker: NixlPushConnectorWorker, info: EngineTransferInfo) -> str | None:
@@ -213,12 +305,10 @@ def size_difference(worker: NixlPushConnectorWorker, info: EngineTransferInfo) -
     return None if theirs == ours else f"its kernels' block size is {theirs[0]} tokens, ours {ours[0]}"
 
 
-def _caches(worker: NixlPushConnectorWorker, info: OtherBlocks, layout: CacheLayout | None) -> list[_Cache]:
+def _caches(worker: NixlPushConnectorWorker, info: OtherBlocks, layout: CacheLayout) -> list[_Cache]:
     """The cache of each slot. Raises ``MismatchError``."""
     kernel, pages = worker.block_size, worker._physical_blocks_per_logical_kv_block
     kinds, what = CacheKinds(worker.kv_cache_config), size_difference(worker, info)
-    if layout is None:
-        raise MismatchError(f"{what}, and our KV cache cannot be told apart by layer")
     if set(kinds.block_sizes) != {kernel * pages}:
         raise MismatchError(f"{what}, and our layers have several block sizes")
     if kernel * pages % (info.kernel_tokens * info.pages) and any(kind.has_window for kind in kinds.transferred):
@@ -228,20 +318,17 @@ def _caches(worker: NixlPushConnectorWorker, info: OtherBlocks, layout: CacheLay
     same_kernel = kernel == info.kernel_tokens  # then no kernel block is cut
     if not same_kernel and (len(known) < len(backends) or len(set(known)) > 1 or _is_packed(worker, info)):
         raise MismatchError(f"{what}, and a block of {', '.join(sorted(backends))} cannot be cut")
-    content = _tokens if same_kernel else known[0]
-    indices = worker._transfer_layer_region_indices or range(len(layout.regions))
+    content, own = _tokens if same_kernel else known[0], _own(worker, layout)
+    indices = worker._transfer_layer_region_indices or [part.row for part in layout.parts]
     found: dict[int, _Cache] = {}
     for name, slot in ((layer.name, slot) for layer in layout.layers for slot in layer.slots):
-        region, index, cache = layout.regions[slot], indices[slot], worker.device_kv_caches[name]
+        region, index, cache = own[slot], indices[slot] if indices else slot, worker.device_kv_caches[name]
         head_step, token_step, step = (stride * cache.element_size() for stride in cache.stride()[1:])
         token_bytes = cache.shape[3] * cache.element_size()  # axes: blocks, heads, tokens, content
         heads = region.block_bytes // (kernel * token_bytes)
         by_token = heads > 1 and head_step == token_bytes
         strips = content(token_bytes, cache)
-        strided = Strided(
-            region.base, region.block_bytes, worker.block_stride_per_layer[index], region.blocks, worker.device_id
-        )
-        one = _Cache(strided, heads, strips, token_bytes, by_token, worker._is_region_replicated(index))
+        one = _Cache(region, heads, strips, token_bytes, by_token, worker._is_region_replicated(index))
         if (
             found.setdefault(slot, one) != one
             or (cache.shape[2], step) != (kernel, cache.element_size())
@@ -272,8 +359,8 @@ def _is_packed(worker: NixlPushConnectorWorker, info: OtherBlocks) -> bool:
 
 def _rows(
     region: Strided, kernel: int, cache: _Cache, first: int, heads: int, tokens: int, whole: bool
-) -> list[tuple[int, int, int, int, int]]:
-    """NIXL's rows of strided descriptors: address, bytes, device, stride, count. Of heads ``[first, first + heads)``,
+) -> list[Strided]:
+    """Rows of descriptors of heads ``[first, first + heads)``,
     ``whole``: all in one row.
     """
     if whole:
@@ -287,9 +374,9 @@ def _rows(
             for before, strip in zip(befores, cache.strips, strict=False)
             for part in range(kernel // tokens)
         ]
-    return [(region.base + start, size, region.device, region.stride, region.blocks) for start, size in starts]
+    return [region.part(start, size) for start, size in starts]
 
 
-def _prepared(agent: Any, owner: str, rows: list[tuple[int, int, int, int, int]], memory: str) -> Any:
+def _prepared(agent: Any, owner: str, rows: Sequence[Strided], memory: str) -> Any:
     """NIXL's handle of a prepared list of descriptors in ``owner``'s memory."""
     return agent.prep_xfer_dlist(owner, np.array(rows, dtype=np.uint64), memory)

@@ -30,7 +30,7 @@ from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecuto
 from layerpush.compat.heartbeats import Heartbeats
 from layerpush.compat.leases import SendLeases, extend
 from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, own_blocks, refusal
-from layerpush.compat.pieces import OtherBlocks, disguised, other_blocks, regions_of, size_difference
+from layerpush.compat.pieces import OtherBlocks, disguised, other_blocks, regions_of, release, size_difference
 from layerpush.compat.states import has_whole_groups, push_kv_to_all, whole_groups_here, whole_groups_there
 from layerpush.compat.stats import TransferStats
 from layerpush.compat.whole_writes import WholeWrites
@@ -166,7 +166,8 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
                 f"engine {nixl_agent_meta.engine_id!r} claims {sum(regions)} blocks in {len(regions)} regions"
             )
         other = self._other_blocks(nixl_agent_meta, remote_tp_size, remote_dcp_size)
-        seen = nixl_agent_meta if other is None else disguised(self, nixl_agent_meta)
+        is_like_ours = other is None or size_difference(self, other) is None
+        seen = nixl_agent_meta if is_like_ours else disguised(self, nixl_agent_meta)
         name: str = super().add_remote_agent(seen, remote_tp_rank, remote_tp_size, remote_dcp_size)
         push_kv_to_all(self, nixl_agent_meta.engine_id)
         if other is not None and remote_tp_rank not in other.regions:
@@ -194,7 +195,8 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
     def _other_blocks(self, metadata: Any, tp_size: int, dcp_size: int) -> OtherBlocks | None:
         is_layerpush = answered_by_layerpush()
         self._whole_groups = has_whole_groups(self, metadata, tp_size, is_layerpush=is_layerpush)
-        return other_blocks(self, metadata, tp_size, dcp_size, is_layerpush=is_layerpush)
+        has_rows = self.layout is not None and bool(self.layout.parts)
+        return other_blocks(self, metadata, tp_size, dcp_size, has_rows=has_rows, is_layerpush=is_layerpush)
 
     # Any thread.
 
@@ -431,6 +433,9 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         handshake = None if peer is None else peer.handshake
         if peer is not None:
             peer.link = None  # first: its descriptors end now
+        assert self.transfer_topo is not None
+        if isinstance(info := self.transfer_topo._engines.get((engine_id, 0)), OtherBlocks):
+            release(self, info)
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
         if peer is not None and peer.handshake is handshake:  # vLLM may clean up on the main thread, too
             peer.handshake = None
@@ -441,7 +446,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
 
     def mismatch(self, engine_id: str) -> str | None:
         """The reason why no push between a connected engine and this one can be right; None if one can."""
-        reason = mismatch(self, engine_id)
+        reason = mismatch(self, engine_id, self.layout)
         return None if reason is None else f"engine {engine_id!r} does not fit: {reason}"
 
     def check_targets(self, engine_id: str, blocks: Sequence[Sequence[int]]) -> None:

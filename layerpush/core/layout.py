@@ -26,11 +26,17 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class Region:
-    """One registered region: ``base`` address, ``block_bytes`` per kernel block, ``blocks`` kernel blocks."""
+    """``blocks`` kernel blocks of ``block_bytes`` from address ``base``, with ``gap`` bytes between two of them."""
 
     base: int
     block_bytes: int
     blocks: int
+    gap: int = 0
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one kernel block to the next."""
+        return self.block_bytes + self.gap
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,8 @@ class LayerCache:
     """One attention layer's KV cache as the engine holds it.
 
     ``start`` is the address of its tensor and ``span`` its extent in bytes, ``page_bytes`` the size of one kernel
-    block, ``group`` the index of its transferable KV cache group.
+    block, ``group`` the index of its transferable KV cache group. A kernel block begins ``stride`` bytes after the one
+    before it; ``runs`` are the offsets of its contiguous parts, which are equally long.
     """
 
     name: str
@@ -46,6 +53,8 @@ class LayerCache:
     start: int
     span: int
     page_bytes: int
+    stride: int = 0
+    runs: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,14 @@ class LayerSlots:
     slots: tuple[int, ...]
     kernel_blocks: int = 1
     calls_hook: bool = True
+
+
+class RowPart(NamedTuple):
+    """A region that is a part of each block of a registered one: the index of that, the offset in it, and its bytes."""
+
+    row: int
+    offset: int
+    row_bytes: int
 
 
 class States(NamedTuple):
@@ -80,10 +97,14 @@ NO_STATES = States()
 class CacheLayout:
     """Every layer's slots, and this engine's region sizes. Layers are in model order, but those with a state, which are
     ready last, follow all others.
+
+    ``parts``: the engine has registered rows of several layers, and each of ``regions`` is this part of one of them.
+    Empty: ``regions`` are the registered ones.
     """
 
     layers: tuple[LayerSlots, ...]
     regions: tuple[Region, ...]
+    parts: tuple[RowPart, ...] = ()
 
     @cached_property
     def index_of(self) -> dict[str, int]:
@@ -96,6 +117,11 @@ class CacheLayout:
         return tuple(
             layer.kernel_blocks * sum(self.regions[slot].block_bytes for slot in layer.slots) for layer in self.layers
         )
+
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether neighbouring blocks are apart in memory, so that NIXL merges no descriptors."""
+        return any(region.gap for region in self.regions)
 
     @cached_property
     def region_blocks(self) -> tuple[int, ...]:
@@ -122,21 +148,33 @@ def match_layers(
 ) -> CacheLayout:
     """Find the slots of each layer of attention by address and check them.
 
-    Raises ``LayoutError`` if a layer has no region of its own, if a region belongs to no layer, or if the blocks of a
-    layer's regions do not add up to its page: for example, if one descriptor holds a row of all layers.
+    Raises ``LayoutError`` if a layer lies in no region, if a region belongs to no layer, or if the blocks of a layer's
+    regions do not add up to its page and are no rows that hold it.
     """
-    layers = []
-    by_base = {region.base: slot for slot, region in enumerate(regions)}
-    for cache in caches:
-        slots = _slots_of(cache, regions, by_base)
-        held = sum(regions[slot].block_bytes for slot in slots)
-        if held != cache.page_bytes:
-            raise LayoutError(
-                f"layer {cache.name} has pages of {cache.page_bytes} bytes but its regions {list(slots)} "
-                f"hold {held} bytes a block"
-            )
-        layers.append(LayerSlots(cache.name, cache.group, slots, kernel_blocks))
-    return _checked(CacheLayout((*layers, *states.layers), (*regions, *states.regions)), states)
+    by_base = {region.base: index for index, region in enumerate(regions)}
+    found = [_parts_of(cache, regions, by_base) for cache in caches]
+    used = {part for parts in found for part in parts}
+    unused = set(range(len(regions))).difference(part.row for part in used)
+    parts = sorted(used.union(_Part(row, regions[row]) for row in unused), key=_Part.place)
+    is_cut = any(part.region != regions[part.row] for part in parts)
+    if is_cut and states.layers:
+        raise LayoutError("layers with a state lie in rows of several layers")
+    slots = {part: slot for slot, part in enumerate(parts)}
+    layers = [
+        LayerSlots(cache.name, cache.group, tuple(map(slots.__getitem__, own)), kernel_blocks)
+        for cache, own in zip(caches, found, strict=True)
+    ]
+    row_parts = [
+        RowPart(part.row, part.region.base - regions[part.row].base, regions[part.row].block_bytes) for part in parts
+    ]
+    return _checked(
+        CacheLayout(
+            (*layers, *states.layers),
+            (*(part.region for part in parts), *states.regions),
+            tuple(row_parts) if is_cut else (),
+        ),
+        states,
+    )
 
 
 def named_layers(
@@ -150,15 +188,34 @@ def named_layers(
     return _checked(CacheLayout(layers, tuple(regions)))
 
 
-def _slots_of(cache: LayerCache, regions: Sequence[Region], by_base: dict[int, int]) -> tuple[int, ...]:
-    exact = by_base.get(cache.start)
-    if exact is not None and regions[exact].block_bytes >= cache.page_bytes:
-        return (exact,)
-    inside = range(cache.start, cache.start + cache.span)
-    slots = tuple(slot for slot, region in enumerate(regions) if region.base in inside)
-    if not slots:
+class _Part(NamedTuple):
+    """A registered region by index, or a part of each of its blocks."""
+
+    row: int
+    region: Region
+
+    def place(self) -> tuple[int, int, int]:
+        """Parts are ordered by row, then by place and size."""
+        return self.row, self.region.base, self.region.block_bytes
+
+
+def _parts_of(cache: LayerCache, regions: Sequence[Region], by_base: dict[int, int]) -> list[_Part]:
+    exact, inside = by_base.get(cache.start), range(cache.start, cache.start + cache.span)
+    whole = [exact] if exact is not None and regions[exact].block_bytes >= cache.page_bytes else None
+    found = whole or [index for index, region in enumerate(regions) if region.base in inside]
+    held = sum(regions[index].block_bytes for index in found)
+    if held == cache.page_bytes:
+        return [_Part(index, regions[index]) for index in found]
+    size, rest = divmod(cache.page_bytes, len(cache.runs))
+    last = cache.start + cache.runs[-1] + size
+    for index, row in enumerate(regions):
+        if row.base <= cache.start and last <= row.base + row.block_bytes and cache.stride == row.stride and not rest:
+            return [_Part(index, Region(cache.start + run, size, row.blocks, row.stride - size)) for run in cache.runs]
+    if not found:
         raise LayoutError(f"layer {cache.name} at {cache.start:#x} lies in no registered region")
-    return slots
+    raise LayoutError(
+        f"layer {cache.name} has pages of {cache.page_bytes} bytes but its regions {found} hold {held} bytes a block"
+    )
 
 
 def _checked(layout: CacheLayout, states: States = NO_STATES) -> CacheLayout:

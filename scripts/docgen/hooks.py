@@ -195,9 +195,7 @@ def layers(_: Path) -> str:
         (", ".join(architectures), *(", ".join(f"`{name}`" for name in names) for names in kinds))
         for architectures, *kinds in Source(Path(found.origin).parent).rows(early)
     ]
-    return table(
-        ("architectures", "by layer, where Python runs the layer", "by chunk, if its regions are its own"), rows
-    )
+    return table(("architectures", "by layer, where Python runs the layer", "by chunk"), rows)
 
 
 def _method(name: str, lineage: list[Layer]) -> tuple[ast.FunctionDef | None, list[Layer]]:

@@ -73,6 +73,18 @@ def process_groups() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KV cache of no engine can be told apart by layer."""
+
+    def refuse(*_: Any) -> Any:
+        from layerpush.core.layout import LayoutError
+
+        raise LayoutError("no layer is known")
+
+    monkeypatch.setattr("layerpush.engine.worker.worker.cache_layout", refuse)
+
+
+@pytest.fixture
 def engine(world: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Builds engines: ``engine("kv_producer", {...extra config})``. All are shut down at the end.
 

@@ -68,12 +68,17 @@ def test_mla_is_pushed_by_layer_if_each_layer_has_a_region(worker: Make) -> None
     assert found._gathering.strategy is not None
 
 
-def test_mla_goes_whole_if_layers_share_rows(worker: Make) -> None:
+def test_mla_is_pushed_by_layer_if_layers_share_rows(worker: Make) -> None:
     """All MLA models with VLLM_KV_CACHE_LAYOUT=BLHNC, and DeepSeek-V4 always."""
     rows = torch.zeros(BLOCKS, LAYERS, TOKENS, LATENT, dtype=torch.uint8)
     caches = {name: rows[:, layer] for layer, name in enumerate(NAMES)}
     found = worker("BLNHC", caches, dict.fromkeys(NAMES, LATENT))
-    assert "pages of 36864 bytes but its regions [0] hold 147456" in found.pushes._identity.fallback
+    assert found.pushes._identity.fallback is None
+    assert found._gathering.strategy is not None
+    page = TOKENS * LATENT
+    assert found.layout.layer_bytes == (page,) * LAYERS
+    assert found.layout.parts == tuple((0, layer * page, LAYERS * page) for layer in range(LAYERS))
+    assert (found.num_regions, found.block_len_per_layer) == (1, [LAYERS * page]), "whole pushes send rows"
 
 
 def test_an_indexer_beside_mla_is_pushed_by_layer_and_never_packed(

@@ -125,9 +125,9 @@ def test_layers_that_no_hook_reported_are_swept(engine: Build, hooks: list[str])
     assert (counters.hooked_layers, counters.swept_layers) == (STEPS * len(hooks), STEPS * (LAYERS - len(hooks)))
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC"])
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])
 def test_other_memory_layouts_are_pushed_by_layer(engine: Build, layout: str) -> None:
-    """Layer after layer, or rows in which every layer has a contiguous page of its own."""
+    """Layer after layer, or rows of all layers. In BHLNC a layer has a part of a row for each head."""
     p, d = engine("kv_producer", layout=layout), engine("kv_consumer", layout=layout)
     blocks = asks_first(p, d)
     p.prefill("r-1", TOKENS)

@@ -87,9 +87,9 @@ def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if words in record.getMessage()]
 
 
-def test_a_fallback_is_logged_once(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fallback_is_logged_once(engine: Build, no_layers: None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vllm.layerpush"):
-        p = engine("kv_producer", layout="BHLNC")
+        p = engine("kv_producer")
         for number in range(3):
             p.prefill(f"r-{number}", 40)
             p.step()
@@ -110,9 +110,9 @@ def test_the_size_of_the_engines_graphs_is_known(engine: Build) -> None:
     assert captured_tokens(p.config) == 512
 
 
-def test_with_layerwise_off_nothing_is_logged(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_layerwise_off_nothing_is_logged(engine: Build, no_layers: None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vllm.layerpush"):
-        engine("kv_producer", {"layerwise": False}, layout="BHLNC")
+        engine("kv_producer", {"layerwise": False})
     assert said(caplog, "layerpush pushes") == []
 
 

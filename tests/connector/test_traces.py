@@ -18,11 +18,11 @@ from tests.unit.test_trace_perfetto import check
 
 
 def pair(
-    engine: Build, folder: Path, prefill: dict[str, object] | None = None, layout: str = "LBHNC"
+    engine: Build, folder: Path, prefill: dict[str, object] | None = None
 ) -> tuple[Engine, Engine, Callable[[], TraceSet]]:
     where = {"trace_dir": str(folder)}
-    p = engine("kv_producer", {**where, **(prefill or {})}, layout=layout)
-    d = engine("kv_consumer", {**where, "first_token": "decode"}, layout=layout)
+    p = engine("kv_producer", {**where, **(prefill or {})})
+    d = engine("kv_consumer", {**where, "first_token": "decode"})
 
     def read() -> TraceSet:
         for one in (p, d):
@@ -138,9 +138,9 @@ def test_requests_choose_their_mode(engine: Build, tmp_path: Path, configured: d
 
 @pytest.mark.parametrize("configured", [{}, {"layerwise": False}], ids=str)
 def test_a_cache_without_separate_layers_is_pushed_whole(
-    engine: Build, tmp_path: Path, configured: dict[str, object]
+    engine: Build, no_layers: None, tmp_path: Path, configured: dict[str, object]
 ) -> None:
-    everything_goes_whole(*pair(engine, tmp_path, configured, layout="BHLNC"), "cannot be told apart")
+    everything_goes_whole(*pair(engine, tmp_path, configured), "cannot be told apart")
 
 
 @pytest.mark.parametrize("configured", [{}, {"layerwise": False}], ids=str)

@@ -32,6 +32,7 @@ class Chooser:
         room: bool = True,
         copies: CopyCost = COPIES,
         byte_s: float = 1e-9,
+        gaps: bool = False,
     ) -> None:
         self.speed = LinkSpeed()
         if descriptor_s is not None:
@@ -39,7 +40,10 @@ class Chooser:
             self.speed.write_ended(0, 1.0, landed=True)
             self.speed.terms = Terms(1e-4, byte_s, descriptor_s)
         self.staged: list[Any] = []
-        gatherer = SimpleNamespace(block_bytes=BLOCK_BYTES, gather=lambda *_: self._gather() if room else None)
+        layout = SimpleNamespace(has_gaps=gaps)
+        gatherer = SimpleNamespace(
+            block_bytes=BLOCK_BYTES, layout=layout, gather=lambda *_: self._gather() if room else None
+        )
         self.strategy = GatherStrategy(gatherer, packing, copies)  # type: ignore[arg-type]
 
     def _gather(self) -> Any:
@@ -83,6 +87,12 @@ def test_the_record_has_the_estimate_of_the_plan_that_was_taken() -> None:
     assert direct.estimate_s == pytest.approx(1e-4 + 1e-4)
     unknown = Chooser(None).record()
     assert (unknown.runs, unknown.estimate_s) == (BLOCKS, None)
+
+
+def test_blocks_that_are_apart_in_memory_are_a_descriptor_each() -> None:
+    """NIXL merges nothing in rows of several layers, so that a gather saves no descriptor."""
+    record = Chooser(3e-6, gaps=True).record(IN_ORDER, IN_ORDER)
+    assert (record.plan, record.runs) == ("direct", BLOCKS)
 
 
 def test_now_and_then_the_slower_plan_is_taken_as_a_trial() -> None:

@@ -12,6 +12,7 @@ from layerpush.core.layout import (
     LayerSlots,
     LayoutError,
     Region,
+    RowPart,
     States,
     descriptor_ids,
     descriptor_offsets,
@@ -91,6 +92,57 @@ def test_states_come_after_attention_and_share_its_memory() -> None:
         match_layers([cache(0)], attention, 4, States(states.layers[:1], states.regions))
 
 
+def in_row(index: int, offset: int, row: int, page: int = PAGE, runs: tuple[int, ...] = (0,)) -> LayerCache:
+    """A layer whose pages are parts of rows of ``row`` bytes."""
+    return LayerCache(f"layers.{index}", 0, 0x1000 + offset, BLOCKS * row - offset, page, row, runs)
+
+
+def test_layers_may_share_rows_and_differ_in_size() -> None:
+    row = 2 * PAGE + 16
+    caches = [in_row(0, 0, row), in_row(1, PAGE, row, 8), in_row(2, PAGE + 8, row)]
+    layout = match_layers(caches, [Region(0x1000, row, BLOCKS)])
+
+    assert layout.layer_bytes == (PAGE, 8, PAGE)
+    assert [layout.regions[layer.slots[0]] for layer in layout.layers] == [
+        Region(0x1000, PAGE, BLOCKS, row - PAGE),
+        Region(0x1000 + PAGE, 8, BLOCKS, row - 8),
+        Region(0x1000 + PAGE + 8, PAGE, BLOCKS, row - PAGE),
+    ]
+    assert [layout.parts[layer.slots[0]] for layer in layout.layers] == [
+        RowPart(0, 0, row),
+        RowPart(0, PAGE, row),
+        RowPart(0, PAGE + 8, row),
+    ]
+    assert layout.has_gaps
+    assert not match_layers([cache(0)], own_regions(1)).has_gaps
+
+
+def test_rows_beside_a_state_are_not_cut() -> None:
+    states = States((LayerSlots("s.0", 1, (1,)),), (Region(0x1000, 8, 4),))
+    with pytest.raises(LayoutError, match="layers with a state lie in rows of several layers"):
+        match_layers([in_row(0, 0, 128)], [Region(0x1000, 128, BLOCKS)], states=states)
+
+
+def test_a_layers_heads_may_be_apart_in_a_row() -> None:
+    """BHLNC with two layers: each head of all layers, then the next."""
+    caches = [in_row(layer, layer * 32, 128, PAGE, (0, 64)) for layer in range(2)]
+    layout = match_layers(caches, [Region(0x1000, 128, BLOCKS)])
+
+    found = [[layout.regions[slot].base - 0x1000 for slot in layer.slots] for layer in layout.layers]
+    assert found == [[0, 64], [32, 96]]
+    assert {(region.block_bytes, region.stride) for region in layout.regions} == {(32, 128)}
+    assert layout.layer_bytes == (PAGE, PAGE)
+
+
+def test_rows_beside_regions_of_their_own() -> None:
+    """The slots are those of the registered regions, each in the place of its row."""
+    caches = [cache(0), in_row(1, SPAN, 2 * PAGE), in_row(2, SPAN + PAGE, 2 * PAGE)]
+    layout = match_layers(caches, [*own_regions(1), Region(0x1000 + SPAN, 2 * PAGE, BLOCKS)])
+
+    assert [layer.slots for layer in layout.layers] == [(0,), (1,), (2,)]
+    assert [part.row for part in layout.parts] == [0, 1, 1]
+
+
 MIDDLE = cache(1, start=0x1000 + PAGE)
 
 
@@ -100,11 +152,26 @@ MIDDLE = cache(1, start=0x1000 + PAGE)
         ([cache(0), MIDDLE], [Region(0x1000, PAGE * 4, BLOCKS)], r"layers.0 has pages of 64 bytes .* \[0\] hold 256"),
         ([cache(0), MIDDLE], [Region(0x1000, PAGE * 2, BLOCKS)], r"layers.0 has pages of 64 bytes .* \[0\] hold 128"),
         ([MIDDLE], [Region(0x1000, PAGE * 2, BLOCKS)], r"layers.1 at 0x1040 lies in no registered region"),
+        ([in_row(0, PAGE, 128, 65)], [Region(0x1000, 128, BLOCKS)], "lies in no registered region"),
+        ([in_row(0, 0, 129)], [Region(0x1000, 128, BLOCKS)], r"layers.0 has pages of 64 bytes .* \[0\] hold 128"),
+        ([in_row(0, 0, 192, 64, (0, 64, 128))], [Region(0x1000, 192, BLOCKS)], r"\[0\] hold 192"),
+        ([in_row(0, 0, 128)], [Region(0x1000, 128, BLOCKS), *own_regions(2)[1:]], r"regions \[1\] belong to no known"),
         ([cache(0)], own_regions(2), r"regions \[1\] belong to no known layer"),
         ([cache(0)], own_regions(1, PAGE // 2), "hold 32 bytes a block"),
         ([], [], "no layer"),
     ],
-    ids=["a row of four layers", "a row of two", "the middle of a row", "a region of nobody", "too small", "no layer"],
+    ids=[
+        "a row of four layers",
+        "a row of two",
+        "the middle of a row",
+        "the end of a row",
+        "other strides",
+        "odd runs",
+        "a row and a region of nobody",
+        "a region of nobody",
+        "too small",
+        "no layer",
+    ],
 )
 def test_regions_that_do_not_match_the_layers_are_refused(
     caches: list[LayerCache], regions: list[Region], error: str

@@ -104,7 +104,7 @@ class WorkerGathering:
         if self._memory is None:
             return
         try:
-            views = slot_views(self._worker, kv_caches)
+            views = slot_views(layout, kv_caches)
             staging = TensorStaging(layout, views, self._memory)
         except (LayoutError, ValueError) as error:
             logger.info("layerpush gathers nothing: %s", error)

@@ -46,7 +46,10 @@ class GatherStrategy:
         """
         local, remote = pairs
         record.t_planned = time.perf_counter()
-        size, direct, gathered = len(remote) * self.gatherer.block_bytes, runs(local, remote), runs(remote)
+        size = len(remote) * self.gatherer.block_bytes
+        direct = gathered = len(remote)
+        if not self.gatherer.layout.has_gaps:  # here, and so there
+            direct, gathered = runs(local, remote), runs(remote)
         staged = None
         if self._gathers(size, direct, gathered, speed):
             staged = self.gatherer.gather(write, route, remote, record)

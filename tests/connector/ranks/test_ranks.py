@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,3 +95,48 @@ def test_wrong_descriptors_are_seen(fault: str, folder: Path, monkeypatch: pytes
 
     monkeypatch.setattr(DirectPlanner, "descriptors", wrong)
     assert run(Topology(), folder).differing != []
+
+
+ROWS = Topology("mla", *[Side(block_size=16, layout="BLHNC")] * 2)
+
+
+def test_a_layer_at_the_place_of_another_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerpush.compat import pieces
+    from tests.connector.ranks.rig import run
+
+    right = pieces._parts
+    monkeypatch.setattr(pieces, "_parts", lambda *row: [*right(*row)[1:], right(*row)[0]])
+    assert run(ROWS, folder).differing != []
+
+
+def test_parts_of_rows_are_gathered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerpush.transport.gather.gatherer import Gatherer
+    from tests.connector.ranks import rig
+
+    staged, gather = [], Gatherer.gather
+    monkeypatch.setattr(Gatherer, "gather", lambda *write: staged.append(gather(*write)) or staged[-1])
+    monkeypatch.setattr(rig, "LAYERPUSH", rig.LAYERPUSH | {"packing": "gather"})
+    result = rig.run(ROWS, folder)
+    assert (result.mode, result.differing) == ("by layer", [])
+    assert staged
+    assert all(staged)
+
+
+@pytest.mark.parametrize("topology", [ROWS, Topology(p=Side(block_size=64))], ids=["rows", "pieces"])
+def test_lists_of_descriptors_are_released(topology: Topology, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.connector.ranks import rig
+
+    prepared, released = [], []
+
+    class Counting(rig.Agent):
+        def prep_xfer_dlist(self, *args: Any, **kwargs: Any) -> Any:
+            prepared.append(super().prep_xfer_dlist(*args, **kwargs))
+            return prepared[-1]
+
+        def release_dlist_handle(self, handle: Any) -> None:
+            released.append(handle)
+            super().release_dlist_handle(handle)
+
+    monkeypatch.setattr(rig, "Agent", Counting)
+    assert rig.run(topology, folder).mode == "by layer"
+    assert sorted(map(id, released)) == sorted(map(id, prepared))
