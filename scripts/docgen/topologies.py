@@ -20,7 +20,7 @@ KINDS = {
     "mla-gdn": "GDN and MLA",
     "only-states": "Mamba-2 only",
 }
-SHARED = {"heads": "KV heads", "cached": "tokens cached on D", "groups": "group"}
+SHARED = {"heads": "KV heads", "cached": "tokens cached on D", "groups": "group", "drafts": "drafts"}
 SIDE = {"tp": "TP", "pp": "PP", "pcp": "PCP", "dp": "DP", "block_size": "blocks", "layout": "", "dtype": ""}
 DEFAULTS = {"tp": 1, "pp": 1, "pcp": 1, "dp": 1, "block_size": 32, "layout": "LBHNC", "dtype": "float32"}
 

@@ -159,8 +159,9 @@ def state(topology: Topology, side: Side, page_bytes: int) -> MambaSpec:
         )  # fmt: skip
     dtype = getattr(torch, side.dtype)
     return MambaSpec(
-        block_size=MAX_TOKENS, shapes=shapes, dtypes=(dtype, dtype), page_size_padded=page_bytes, mamba_type=backend
-    )
+        block_size=MAX_TOKENS, shapes=shapes, dtypes=(dtype, dtype), page_size_padded=page_bytes, mamba_type=backend,
+        num_speculative_blocks=topology.drafts,
+    )  # fmt: skip
 
 
 def state_parts(topology: Topology, side: Side, spec: MambaSpec) -> list[tuple[int, bool]]:
@@ -235,6 +236,7 @@ class Rank:
     ) -> None:
         self.name, self.coordinates, self.sends = f"rank {tp_rank}", (pp_rank, tp_rank), pcp_rank == 0
         self.heads, self._groups = topology.heads_of(side, tp_rank), caches.kv_cache_groups
+        self._drafts = topology.drafts
         with as_rank(config, tp_rank, pp_rank, pcp_rank) as mine, patch.object(base_worker, "NixlWrapper", Agent):
             self.connector: Any = KVConnectorFactory.create_connector(mine, KVConnectorRole.WORKER, caches)
             worker = self.connector.connector_worker
@@ -264,7 +266,7 @@ class Rank:
         """Write a layer's KV of these tokens of a prompt with these blocks into ``memory``, or into the cache."""
         page = self.page(name, memory)
         if name in self._states:  # that of the last token
-            page[table[-1], 0, 0, 0] = torch.cat([*self._state(name, tokens.stop - 1)])
+            page[table[-1 - self._drafts], 0, 0, 0] = torch.cat([*self._state(name, tokens.stop - 1)])
             return
         rows = page.shape[3]
         where = torch.arange(tokens.start, tokens.stop)

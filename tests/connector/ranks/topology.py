@@ -40,7 +40,8 @@ class Topology:
     """One prompt of ``tokens`` tokens goes from each engine of P to each engine of D.
 
     ``heads`` are the model's KV heads; MLA has one latent vector per token instead. D's prefix cache has the prompt's
-    first ``cached`` tokens. ``groups`` are those of Mamba-2; ranks have the same one if there is one.
+    first ``cached`` tokens. ``groups`` are those of Mamba-2; ranks have the same one if there is one. A state
+    has a block for each of ``drafts`` behind the prompt's.
     """
 
     kind: Kind = "full"
@@ -50,6 +51,7 @@ class Topology:
     tokens: int = 200
     cached: int = 0
     groups: int = 8
+    drafts: int = 0
 
     @property
     def has_states(self) -> bool:
