@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from layerpush.compat.worker_report import WorkerReport
@@ -62,10 +62,10 @@ class LayerwisePushConnector(NixlPushConnector):
         else:
             raise ValueError(f"Unsupported KVConnectorRole: {role}")
 
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Hand over the pool of KV cache blocks. Scheduler's thread, before the first request."""
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Hand over the manager of the KV cache's blocks. Scheduler's thread, before the first request."""
         if self.connector_scheduler is not None:
-            self.connector_scheduler.bind(gpu_block_pool)
+            self.connector_scheduler.bind(kv_cache_manager)
 
     def get_kv_connector_stats(self) -> LayerPushStats | None:
         """Metrics since the last call. The scheduler's thread, or the engine's main thread after a step."""

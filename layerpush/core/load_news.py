@@ -16,6 +16,14 @@ class LoadParked:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadKept:
+    """A load is over on a rank without all of its KV. That of the prompt's first ``tokens`` tokens has landed there."""
+
+    request_id: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadCleared:
     """No prefill rank may write any more into the blocks of a parked load of this rank."""
 
@@ -56,4 +64,4 @@ class LoadUnregistered:
     rank: int
 
 
-LoadNews = LoadParked | LoadCleared | LoadCompleted | LoadToken | LoadQueued | LoadUnregistered
+LoadNews = LoadParked | LoadKept | LoadCleared | LoadCompleted | LoadToken | LoadQueued | LoadUnregistered

@@ -35,7 +35,8 @@ class ChunkPlan:
     that are complete after it and were not before. The last chunk also holds the partly filled last block. If
     ``whole``, the chunk is only watched: its prompt is pushed whole. ``mode`` is the request's choice; None: the
     engine's configuration decides. The blocks of a ``cached`` chunk were computed by steps before this one.
-    ``provisional``: vLLM may take the step back after it has run.
+    ``provisional``: vLLM may take the step back after it has run. The blocks of the first ``filled`` tokens are full
+    after it, in every group.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class ChunkPlan:
     mode: PushMode | None = None
     cached: bool = False
     provisional: bool = False
+    filled: int = 0
 
     @property
     def final(self) -> bool:
@@ -142,10 +144,11 @@ class PromptProgress:
         self, start: int, end: int, prompt_tokens: int, tables: Sequence[Sequence[int]], *, cached: bool = False
     ) -> ChunkPlan:
         """The blocks that are complete after token ``end`` and not planned yet."""
-        groups = []
+        groups, filled = [], end
         for first, size, table in zip(self.planned_blocks, self.block_sizes, tables, strict=True):
             total = _blocks(prompt_tokens, size)
             upto = total if end == prompt_tokens else end // size
+            filled = min(filled, upto * size)
             groups.append(GroupSlice(first, tuple(table[first:upto]), total))
         return ChunkPlan(
             self.request_id,
@@ -159,6 +162,7 @@ class PromptProgress:
             self.mode,
             cached,
             self.provisional,
+            filled,
         )
 
     def _count_planned(self, chunk: ChunkPlan) -> None:

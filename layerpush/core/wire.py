@@ -90,7 +90,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     and a digest of each that is not vLLM's default: so the prefill worker can name those that differ. ``contact`` is
     the address of the worker's NIXL agent: the prefill worker can report a failure there although no handshake with the
     decode engine succeeds. ``attempt`` counts the registrations of one request, from 0: it is registered again after an
-    ``Unregister``. ``acknowledges``: the worker answers a ``Landed`` with ``Acknowledged``.
+    ``Unregister``. ``acknowledges``: the worker answers a ``Landed`` with ``Acknowledged``. ``number`` is another one
+    for each registration of the decode engine: the worker takes each ``PrefixLanded`` with it. 0: it takes none.
     """
 
     request_id: RequestId
@@ -108,6 +109,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     contact: Contact | None = None
     attempt: Count = 0
     acknowledges: bool = False
+    number: Count = 0
 
     @property
     def key(self) -> tuple[str, str]:
@@ -167,6 +169,16 @@ class FirstToken(_PeerMessage, frozen=True, omit_defaults=True):
     request_id: RequestId
     token: Token | None
     other: ParameterNames = ()
+
+
+class PrefixLanded(_PeerMessage, frozen=True):
+    """The sender has written its part of the first ``tokens`` tokens of the prompt, in all layers, and will not write
+    into their blocks again. ``number`` is the registration's.
+    """
+
+    request_id: RequestId
+    number: Count
+    tokens: Count
 
 
 class Fail(_PeerMessage, frozen=True):
@@ -288,6 +300,7 @@ class Acknowledged(_PeerMessage, frozen=True):
 PeerMessage = (
     Accepted
     | FirstToken
+    | PrefixLanded
     | Fail
     | Cancel
     | Cancelled

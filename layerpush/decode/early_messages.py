@@ -5,13 +5,23 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from layerpush.core.bounded_index import BoundedIndex
-from layerpush.core.wire import PEER_PREFIX, Accepted, Cancelled, Completion, Fail, FirstToken, Queued, Unregistered
+from layerpush.core.wire import (
+    PEER_PREFIX,
+    Accepted,
+    Cancelled,
+    Completion,
+    Fail,
+    FirstToken,
+    PrefixLanded,
+    Queued,
+    Unregistered,
+)
 
 KEPT_S = 30.0
 KEPT = 65536
 KEPT_BYTES = 64 << 20
 
-LoadMessage = Accepted | FirstToken | Fail | Cancelled | Completion | Queued | Unregistered
+LoadMessage = Accepted | FirstToken | PrefixLanded | Fail | Cancelled | Completion | Queued | Unregistered
 """The messages of prefill ranks about loads."""
 
 

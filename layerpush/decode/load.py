@@ -20,6 +20,7 @@ from layerpush.core.wire import (
     Decline,
     Fail,
     FirstToken,
+    PrefixLanded,
     Queued,
     Registration,
     Unregister,
@@ -80,7 +81,7 @@ class Load:
     def on_message(
         self,
         sender: str,
-        message: Accepted | FirstToken | Fail | Cancelled | Completion | Queued | Unregistered,
+        message: Accepted | FirstToken | PrefixLanded | Fail | Cancelled | Completion | Queued | Unregistered,
         payload: bytes,
         now: float,
     ) -> None:
@@ -103,6 +104,9 @@ class Load:
                 if message.token is None:
                     self._peers.samples_otherwise(self.address.engine_id, message.request_id, message.other)
                 self.handle(load_protocol.TokenArrived(sender, message.token), now)
+            case PrefixLanded():
+                if message.number == self.registration.number:
+                    self.handle(load_protocol.PrefixWritten(sender, message.tokens), now)
             case Queued():
                 if self.session.state is State.WAITING:
                     self._outcomes.report(LoadQueued(message.request_id, frozenset(message.computed)))
@@ -180,18 +184,24 @@ class Load:
                 )
             case load_protocol.ReportFailed(reason):
                 self._decline_if_unregistered()
-                self._log(logging.WARNING, reason)
-                self._outcomes.report_ended(self._record, "failed", reason, now)
+                self._log(logging.WARNING, f"{reason}{self._landed}")
+                self._outcomes.report_ended(self._record, "failed", reason, now, kept=self.session.landed_tokens)
             case load_protocol.ReportAborted(reason):
                 self._decline_if_unregistered()
-                self._log(logging.INFO, reason)
-                self._outcomes.report_ended(self._record, "aborted", reason, now)
+                self._log(logging.INFO, f"{reason}{self._landed}")
+                self._outcomes.report_ended(self._record, "aborted", reason, now, kept=self.session.landed_tokens)
             case load_protocol.Park(reason):
-                self._log(logging.WARNING, f"{reason}; its blocks are parked until that engine answers or ends")
-                self._outcomes.report_ended(self._record, "parked", reason, now)
+                text = f"{reason}{self._landed}; its blocks are parked until that engine answers or ends"
+                self._log(logging.WARNING, text)
+                self._outcomes.report_ended(self._record, "parked", reason, now, kept=self.session.landed_tokens)
             case load_protocol.Clear():
                 logger.info("the parked blocks of %s are free again", self.session.request_id)
                 self._outcomes.report_cleared(self._record, now)
+
+    @property
+    def _landed(self) -> str:
+        tokens = self.session.landed_tokens
+        return f"; the KV of its first {tokens} tokens has landed" if tokens else ""
 
     def _decline_if_unregistered(self) -> None:
         """P's blocks need not wait for a registration that will not come."""

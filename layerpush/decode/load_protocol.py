@@ -83,6 +83,14 @@ class TokenArrived(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixWritten(Event):
+    """This agent has written its part of the prompt's first ``tokens`` tokens, and will not write there again."""
+
+    agent: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class AgentFailed(Event):
     """This agent will not complete the push; ``drained``: none of its WRITEs is on the wire."""
 
@@ -212,13 +220,14 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
         AgentCancelled: {S.WAITING, S.CANCELLING, S.CLOSED}, AgentGone: {S.WAITING, S.CANCELLING, S.CLOSED},
         AgentSilent: {S.WAITING, S.CANCELLING}, Aborted: {S.ABORTING, S.CLOSED}, TimedOut: {S.CANCELLING, S.CLOSED},
         TokenPromised: {S.WAITING}, TokenArrived: {S.WAITING}, AgentUnregistered: {S.WAITING},
-        GaveWay: {S.UNREGISTERING, S.CLOSED},
+        PrefixWritten: {S.WAITING}, GaveWay: {S.UNREGISTERING, S.CLOSED},
     },
     S.UNREGISTERING: {
         AgentCompleted: {S.UNREGISTERING, S.LOADED, S.CLOSED}, AgentFailed: {S.UNREGISTERING, S.CANCELLING, S.CLOSED},
         AgentCancelled: {S.UNREGISTERING, S.CANCELLING, S.CLOSED}, AgentGone: {S.UNREGISTERING, S.CANCELLING, S.CLOSED},
         AgentSilent: {S.UNREGISTERING, S.CANCELLING}, Aborted: {S.ABORTING}, TimedOut: {S.CANCELLING},
         Tick: {S.UNREGISTERING}, TokenPromised: {S.UNREGISTERING}, TokenArrived: {S.UNREGISTERING},
+        PrefixWritten: {S.UNREGISTERING},
         AgentUnregistered: {S.UNREGISTERING, S.CLOSED},
     },
     S.LOADED: {TokenArrived: {S.LOADED, S.CLOSED}, Tick: {S.LOADED, S.CLOSED}, Aborted: {S.CLOSED}},
@@ -226,10 +235,12 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
         AgentCompleted: {S.CANCELLING, S.CLOSED}, AgentFailed: {S.CANCELLING, S.CLOSED},
         AgentCancelled: {S.CANCELLING, S.CLOSED}, AgentGone: {S.CANCELLING, S.CLOSED}, Aborted: {S.ABORTING},
         Tick: {S.CANCELLING, S.PARKED}, TokenPromised: {S.CANCELLING}, TokenArrived: {S.CANCELLING},
+        PrefixWritten: {S.CANCELLING},
     },
     S.ABORTING: {
         AgentCompleted: {S.ABORTING, S.CLOSED}, AgentFailed: {S.ABORTING, S.CLOSED},
         AgentCancelled: {S.ABORTING, S.CLOSED}, AgentGone: {S.ABORTING, S.CLOSED}, Tick: {S.ABORTING},
+        PrefixWritten: {S.ABORTING},
     },
     S.PARKED: {
         AgentCompleted: {S.PARKED, S.CLOSED}, AgentFailed: {S.PARKED, S.CLOSED},
@@ -245,8 +256,8 @@ IGNORED: Mapping[State, set[type[Event]]] = {
     S.REGISTERING: {GaveWay},
     S.WAITING: {Tick},
     S.UNREGISTERING: {GaveWay},
-    S.LOADED: {*_HAS_FAILED, TokenPromised, AgentCompleted, AgentFailed, AgentCancelled, AgentGone},
+    S.LOADED: {*_HAS_FAILED, TokenPromised, PrefixWritten, AgentCompleted, AgentFailed, AgentCancelled, AgentGone},
     S.CANCELLING: _HAS_FAILED,
     S.ABORTING: _IS_REPORTED,
-    S.PARKED: _IS_REPORTED,
+    S.PARKED: {*_IS_REPORTED, PrefixWritten},
 }

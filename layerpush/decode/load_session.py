@@ -23,6 +23,8 @@ The invariants, each with the method that keeps it:
 - the load is reported once: ``ReportLoaded``, ``ReportFailed``, ``ReportAborted``, or ``Park`` and later ``Clear``;
 - the first token that arrives stands, and nothing that happens to it changes whether the load succeeds
   (``_on_token_arrived``);
+- a prefix counts as landed only when every agent has written its part, and has promised not to write there again
+  (``landed_tokens``);
 - an agent that does not answer is asked again, at growing intervals (``_on_tick``).
 """
 
@@ -81,6 +83,13 @@ class LoadSession(Machine[State, Event, Action]):
         self._asked_at = 0.0
         self._park_at = 0.0
         self._token_until = 0.0
+        self._prefixes: dict[str, int] = {}
+
+    @property
+    def landed_tokens(self) -> int:
+        """The prompt's first tokens that stay right in the request's blocks, even if the load fails."""
+        unfinished = [agent for agent in self.agents if self.statuses.get(agent) is not FinalStatus.LANDED]
+        return min((self._prefixes.get(agent, 0) for agent in unfinished), default=0)
 
     @property
     def open_agents(self) -> frozenset[str]:
@@ -133,6 +142,11 @@ class LoadSession(Machine[State, Event, Action]):
         if not isinstance(self.first_token, int):
             self.first_token = "other_sampling" if event.token is None else event.token
         return self._close(None, actions) if self.state is S.LOADED else self.state
+
+    def _on_prefix_written(self, event: load_protocol.PrefixWritten, _: list[Action]) -> State:
+        if event.agent in self.open_agents:
+            self._prefixes[event.agent] = max(event.tokens, self._prefixes.get(event.agent, 0))
+        return self.state
 
     def _on_failed(self, event: load_protocol.AgentFailed, actions: list[Action]) -> State:
         if event.drained:
@@ -239,6 +253,7 @@ class LoadSession(Machine[State, Event, Action]):
         load_protocol.AgentCompleted: _on_completed,
         load_protocol.TokenPromised: _on_token_promised,
         load_protocol.TokenArrived: _on_token_arrived,
+        load_protocol.PrefixWritten: _on_prefix_written,
         load_protocol.AgentFailed: _on_failed,
         load_protocol.AgentCancelled: _on_cancelled,
         load_protocol.GaveWay: _on_gave_way,

@@ -32,6 +32,7 @@ from layerpush.core.wire import (
     Decline,
     Fail,
     FirstToken,
+    PrefixLanded,
     Queued,
     Registration,
     Unregistered,
@@ -156,7 +157,7 @@ class Loads:
         if load is None or load.session.state is State.REGISTERING:
             if load is None and isinstance(message, FirstToken):
                 return  # the load is over, so its token is of no use
-            if not isinstance(message, Cancelled | Queued | Unregistered):
+            if not isinstance(message, Cancelled | PrefixLanded | Queued | Unregistered):
                 self._dropped(self._early.add(sender, message, payload, now), now)
         elif sender not in load.session.agents:
             text = f"agent {sender} reports on {message.request_id}, which is not registered with it"

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Literal
 from msgspec.structs import replace
 
 from layerpush.core.first_token import Missing
-from layerpush.core.load_news import LoadCleared, LoadCompleted, LoadNews, LoadParked, LoadToken, LoadUnregistered
+from layerpush.core.load_news import (
+    LoadCleared,
+    LoadCompleted,
+    LoadKept,
+    LoadNews,
+    LoadParked,
+    LoadToken,
+    LoadUnregistered,
+)
 from layerpush.telemetry.metrics.catalog import LOAD, LOADS
 from layerpush.telemetry.metrics.recorder import Ended, Recorder
 from layerpush.telemetry.trace_file import TraceFile
@@ -62,14 +70,19 @@ class Outcomes:
         now: float,
         completions: Sequence[bytes] = (),
         first_token: int | Missing | None = None,
+        kept: int = 0,
     ) -> None:
         """A load is over for its request. ``completions``: the notifications of one that is ``loaded``.
-        ``first_token``: P's token or the reason that there is none; None if the load did not ask for it.
+        ``first_token``: P's token or the reason that there is none; None if the load did not ask for it. ``kept``: the
+        prompt's first tokens whose KV has landed, of one that is not ``loaded``.
         """
         times = {LOAD.key: now - record.t_awaited} if outcome == "loaded" and record.t_awaited is not None else {}
         self._recorder.record_ended(Ended(record.request_id, LOADS.key, outcome, times=times))
         settled = {"loaded": "completed", "aborted": "cancelled", "unregistered": "cancelled"}.get(outcome, "failed")
         record.settle(settled, reason, now)
+        if kept:
+            record.kept_tokens = kept
+            self.report(LoadKept(record.request_id, kept))
         if outcome == "unregistered":
             self.report(LoadUnregistered(record.request_id, self._rank))
         if outcome == "parked":

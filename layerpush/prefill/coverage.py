@@ -32,15 +32,16 @@ def check_blocks(totals: Sequence[int], targets: Sequence[Sequence[int]]) -> Non
 class Coverage:
     """Two bitmaps, bool of shape ``(layers, max(blocks))``: posted and landed.
 
-    ``blocks[i]`` is the number of blocks of layer ``i`` that are pushed.
+    ``blocks[i]`` is the number of blocks of layer ``i`` that are pushed. The first ``kept[i]`` of them have landed
+    before, and are not posted again.
     """
 
-    def __init__(self, blocks: Sequence[int]) -> None:
+    def __init__(self, blocks: Sequence[int], kept: Sequence[int]) -> None:
         shape = (len(blocks), max(blocks, default=0))
         self._posted = np.ones(shape, dtype=bool)
         self._landed = np.ones(shape, dtype=bool)
-        for layer, count in enumerate(blocks):
-            self._posted[layer, :count] = self._landed[layer, :count] = False
+        for layer, (first, end) in enumerate(zip(kept, blocks, strict=True)):
+            self._posted[layer, first:end] = self._landed[layer, first:end] = False
 
     def post(self, layers: slice, first: int, end: int) -> None:
         """Blocks ``[first, end)`` of these layers were posted. Raises ``CoverageError``."""
@@ -55,6 +56,10 @@ class Coverage:
         if np.count_nonzero(cells) or np.count_nonzero(self._posted[layers, first:end]) < cells.size:
             raise CoverageError(f"layers {layers.start}-{layers.stop - 1}, blocks {first}-{end - 1} cannot land now")
         cells[:] = True
+
+    def has_landed(self, ends: Sequence[int]) -> bool:
+        """Whether the first ``ends[i]`` blocks of each layer ``i`` have landed."""
+        return all(bool(landed[:end].all()) for landed, end in zip(self._landed, ends, strict=True))
 
     @property
     def full(self) -> bool:

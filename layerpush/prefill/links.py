@@ -5,6 +5,7 @@ Writer thread only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from layerpush.core.wire import Cancel, Registration, Unregister, encode_completion
+from layerpush.core.wire import Cancel, PrefixLanded, Registration, Unregister, encode, encode_completion
 from layerpush.prefill.coverage import check_blocks
+from layerpush.transport.base import TransportError
 from layerpush.transport.connections import Connections, Then
 from layerpush.transport.link import Link
 from layerpush.transport.peers import Address
@@ -85,6 +87,15 @@ class Links:
         completion = encode_completion(registration.request_id, self._worker.world_size)
         for route in link.routes:
             self._worker.transport.notify(route.agent, completion)
+
+    def report_prefix(self, link: Link, registration: Registration, tokens: int) -> None:
+        """Tell each rank of the decode engine that the prompt's first ``tokens`` tokens have landed. It need not hear
+        of it: a lost message costs a computation.
+        """
+        message = encode(PrefixLanded(registration.request_id, registration.number, tokens))
+        for route in link.routes:
+            with contextlib.suppress(TransportError):
+                self._worker.transport.notify(route.agent, message)
 
     def lost(self, engine_id: str) -> None:
         """The connection to a decode engine turns out to be gone."""

@@ -48,10 +48,12 @@ from layerpush.prefill.push_protocol import (
     Notify,
     Post,
     PostReady,
+    PrefixReported,
     PushWhole,
     Registered,
     Release,
     ReportFailure,
+    ReportPrefix,
     ReportRewind,
     SendFirstToken,
     State,
@@ -379,6 +381,13 @@ class Push:
         self.record.t_notified = time.perf_counter()
         self.handle(Notified())
 
+    def _report_prefix(self, action: ReportPrefix) -> None:
+        if self._services.is_revoked(self):
+            return
+        assert self.link is not None
+        self._services.links.report_prefix(self.link, action.registration, action.tokens)
+        self.handle(PrefixReported(action.chunk))
+
     def _hand_over(self, action: PushWhole) -> None:
         record, registration = self.record, action.registration
         if registration is None:
@@ -445,6 +454,7 @@ class Push:
         Notify: _notify,
         PushWhole: _hand_over,
         ReportFailure: _report_failure,
+        ReportPrefix: _report_prefix,
         ReportRewind: _report_rewind,
         SendFirstToken: _send_first_token,
         Release: _release,

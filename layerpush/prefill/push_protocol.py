@@ -97,6 +97,13 @@ class WriteLanded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixReported(Event):
+    """The decode engine was told that all layers of the prompt have landed up to this chunk of this epoch."""
+
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
 class WriteLost(Event):
     """A WRITE ended without landing, or was never posted."""
 
@@ -195,6 +202,17 @@ class Notify(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class ReportPrefix(Action):
+    """Tell every decode rank that all layers of the prompt's first ``tokens`` tokens have landed, up to this chunk;
+    `PrefixReported` follows, unless the blocks that they were written from have been taken away meanwhile.
+    """
+
+    registration: Registration
+    chunk: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SendFirstToken(Action):
     """Send the decode engine the token that was sampled after the prompt. None: no token fits its request, whose
     sampling parameters ``other`` differ.
@@ -261,7 +279,7 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
         PostReady: {S.STREAMING, S.UNCONFIRMED, S.NOTIFYING}, WriteLanded: {S.STREAMING, S.UNCONFIRMED, S.NOTIFYING},
         WriteLost: _ANY_ENDING, Failed: _ANY_ENDING, CancelledByD: _ANY_ENDING, ResultsAccepted: {S.STREAMING},
         Preempted: {S.STREAMING, S.REWINDING}, Rewound: {S.STREAMING, S.REWINDING}, Finished: {S.STREAMING},
-        Aborted: _DROPPED, LeaseExpired: _DROPPED,
+        Aborted: _DROPPED, LeaseExpired: _DROPPED, PrefixReported: {S.STREAMING},
     },
     S.REWINDING: {
         Planned: {S.REWINDING}, Ready: {S.REWINDING}, Preempted: {S.REWINDING}, Rewound: {S.REWINDING},

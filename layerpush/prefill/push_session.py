@@ -26,6 +26,8 @@ not WRITEs are in flight. The completion never waits for it (``_send_first_token
 The invariants, each with the method or state that enforces it:
 
 - a block is posted once an epoch and only after its layer is ready (``_on_post_ready``);
+- a block of a prefix that D was told of is never posted again, in any epoch (``_restart``), and D is told of none of a
+  request whose steps vLLM may take back (``_prefix``);
 - after a preemption nothing is posted before every WRITE of the old epoch has ended (``REWINDING``);
 - D gets one completion, and only with full coverage (``_settle``);
 - D gets it only after vLLM has accepted every step of the prompt, if it may take one back (``UNCONFIRMED``);
@@ -35,7 +37,7 @@ The invariants, each with the method or state that enforces it:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from layerpush.core.first_token import Sampled
@@ -57,6 +59,7 @@ from layerpush.prefill.push_protocol import (
     PushWhole,
     Release,
     ReportFailure,
+    ReportPrefix,
     ReportRewind,
     SendFirstToken,
     State,
@@ -94,6 +97,9 @@ class PushSession(Machine[State, Event, Action]):
         self._max_in_flight = max_in_flight
         self._writes = 0
         self._coverage: Coverage | None = None
+        self._unreported = 0
+        """The first chunk of this epoch that D was not told of."""
+        self._was_provisional = False
         self._sampled: Sampled | None = None
         self._finished = self._dropped = self._cancelled = False  # as states, they would double most of the table
         self._provisional = False
@@ -125,6 +131,7 @@ class PushSession(Machine[State, Event, Action]):
         state = self.state if chunk.epoch == self.epoch else self._restart(chunk.epoch)
         self._ready_blocks.plan(chunk)
         self._provisional = chunk.provisional
+        self._was_provisional |= chunk.provisional  # another connector may report a lost block too late
         return state
 
     def _on_ready(self, event: push_protocol.Ready, _: list[Action]) -> State:
@@ -160,7 +167,7 @@ class PushSession(Machine[State, Event, Action]):
             for layer in range(self._layers):
                 self._ready_blocks.ready(event.whole.index, layer)
         self._ready_blocks.align(self.registration.local_block_ids, event.replicas, event.pieces)
-        self._coverage = Coverage(self._ready_blocks.wanted)
+        self._coverage = Coverage(self._ready_blocks.wanted, self._ready_blocks.kept)
         return S.STREAMING
 
     def _on_link_refused(self, _: push_protocol.LinkRefused, actions: list[Action]) -> State:
@@ -182,7 +189,14 @@ class PushSession(Machine[State, Event, Action]):
         self.landed_bytes += write.size
         for part in write.segments:
             self._coverage.land(part.layers, part.first - part.skipped, part.end - part.skipped)
-        return self._settle(actions)
+        state = self._settle(actions)
+        if state is S.STREAMING:
+            actions += self._prefix()
+        return state
+
+    def _on_prefix_reported(self, event: push_protocol.PrefixReported, _: list[Action]) -> State:
+        self._ready_blocks.keep(event.chunk)
+        return self.state
 
     def _on_lost(self, event: push_protocol.WriteLost, actions: list[Action]) -> State:
         self.in_flight.pop(event.write)
@@ -214,6 +228,8 @@ class PushSession(Machine[State, Event, Action]):
         if self.state is S.NOTIFIED:
             self._report_rewind(actions)
             return self.state
+        if self._ready_blocks.kept_tokens and self._ready_blocks.chunks and not self._was_provisional:
+            raise CoverageError(f"{self.request_id}: vLLM took back steps that the decode engine may have kept")
         return self._restart(self.epoch + 1)
 
     def _on_accepted(self, _: push_protocol.ResultsAccepted, actions: list[Action]) -> State:
@@ -271,12 +287,30 @@ class PushSession(Machine[State, Event, Action]):
         actions.append(Notify(self.registration))
         return S.NOTIFYING
 
+    def _prefix(self) -> Iterator[Action]:
+        """Tell D of the chunks that have landed as a whole, if it asks for that. The last one has the completion."""
+        assert self._coverage is not None
+        assert self.registration is not None
+        blocks, landed = self._ready_blocks, None
+        if not self.registration.number or self._was_provisional:
+            return
+        while self._unreported < blocks.chunks - blocks.has_last_chunk:
+            tokens, size, counts = blocks.up_to(self._unreported)
+            if tokens > blocks.kept_tokens and any(counts):
+                if self.landed_bytes < size or not self._coverage.has_landed(counts):
+                    break
+                landed = ReportPrefix(self.registration, self._unreported, tokens)
+            self._unreported += 1
+        if landed is not None:
+            yield landed
+
     def _restart(self, epoch: int) -> State:
-        self.epoch = epoch
+        self.epoch, self._unreported = epoch, 0
         self.landed_bytes = self.posted_bytes = 0
         self._ready_blocks.rewind()
         if self._coverage is not None:
-            self._coverage = Coverage(self._ready_blocks.wanted)
+            self._coverage = Coverage(self._ready_blocks.wanted, self._ready_blocks.kept)
+            self.landed_bytes = self.posted_bytes = self._ready_blocks.kept_bytes
         if self.state is S.STREAMING and self.in_flight:
             return S.REWINDING
         return S.STREAMING if self.state in (S.UNCONFIRMED, S.NOTIFYING) else self.state
@@ -325,6 +359,7 @@ class PushSession(Machine[State, Event, Action]):
         push_protocol.LinkRefused: _on_link_refused,
         push_protocol.WriteLanded: _on_landed,
         push_protocol.WriteLost: _on_lost,
+        push_protocol.PrefixReported: _on_prefix_reported,
         push_protocol.Failed: _on_failed,
         push_protocol.CancelledByD: _on_cancelled,
         push_protocol.Notified: _on_notified,

@@ -36,6 +36,9 @@ class ReadyBlocks:
         self._totals: tuple[int, ...] = ()
         self._prompt_tokens = 0
         self._parts = 1
+        self._kept = (0,) * (1 + max(layer_groups, default=0))
+        self.kept_tokens = 0
+        """The prompt's first tokens that the decode engine may keep: their blocks are never posted again."""
         self.rewind()
 
     def rewind(self) -> None:
@@ -43,10 +46,11 @@ class ReadyBlocks:
         self._tables: list[list[int]] = []
         self._pairs: dict[tuple[int, int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._chunk_ends: list[tuple[int, ...]] = []
+        self._filled: list[int] = []
         self._ready_layers: list[set[int]] = []
         self._complete: tuple[int, ...] = ()
         self._ready = [0] * len(self._layer_groups)
-        self._posted = [0] * len(self._layer_groups)
+        self._posted = [self._kept[group] for group in self._layer_groups]
         self._fresh: set[int] = set()  # layers that may have unposted blocks; a set, since few do
         self._unready = 0
         self._is_final = False
@@ -68,6 +72,11 @@ class ReadyBlocks:
         return self._is_final and self._unready == 0
 
     @property
+    def has_last_chunk(self) -> bool:
+        """Whether the last chunk of the prompt is planned."""
+        return self._is_final
+
+    @property
     def has_whole_chunk(self) -> bool:
         """Whether ``pending`` has blocks of a chunk whose layers are all ready."""
         return bool(self._complete) and any(
@@ -81,6 +90,26 @@ class ReadyBlocks:
         """For each layer, the number of blocks to write."""
         return [len(self._alignments[group].targets) for group in self._layer_groups]
 
+    @property
+    def kept(self) -> list[int]:
+        """For each layer, the number of blocks to write that the decode engine may keep."""
+        return self._counted(self._kept)
+
+    @property
+    def kept_bytes(self) -> int:
+        """This rank's bytes of those blocks."""
+        return self._bytes_before(self._kept)
+
+    def up_to(self, chunk: int) -> tuple[int, int, list[int]]:
+        """The prompt's tokens whose blocks are full after a chunk, this rank's bytes of those blocks, and their number
+        in each layer. Blocks that the decode engine has already do not count.
+        """
+        return self._filled[chunk], self._bytes_up_to(chunk + 1), self._counted(self._ends(chunk))
+
+    def keep(self, chunk: int) -> None:
+        """The decode engine may keep the prompt up to this chunk."""
+        self._kept, self.kept_tokens = self._ends(chunk), self._filled[chunk]
+
     def plan(self, chunk: ChunkPlan) -> None:
         """A step computes this chunk. Raises ``IllegalTransitionError`` if one before it is missing."""
         if chunk.index != len(self._chunk_ends):
@@ -92,6 +121,7 @@ class ReadyBlocks:
             table.extend(part.blocks)
         self._totals, self._prompt_tokens = tuple(part.total for part in chunk.groups), chunk.prompt_tokens
         self._chunk_ends.append(tuple(part.end for part in chunk.groups))
+        self._filled.append(chunk.filled)
         self._ready_layers.append(set())
         self._unready += len(self._layer_groups)
         self._is_final = chunk.final
@@ -170,14 +200,22 @@ class ReadyBlocks:
         self.chunk_bytes = self.planned_bytes - self._bytes_up_to(len(self._chunk_ends) - 1)
 
     def _bytes_up_to(self, chunks: int) -> int:
-        if chunks < 1 or not self._alignments:
-            return 0
-        ends = self._chunk_ends[chunks - 1]
+        return self._bytes_before(self._ends(chunks - 1)) if chunks > 0 and self._alignments else 0
+
+    def _bytes_before(self, ends: Sequence[int]) -> int:
         return sum(
-            self._alignments[group].replica.owned_before(max(0, self._up_to(group, ends[group]) - self._skipped[group]))
+            self._alignments[group].replica.owned_before(max(0, ends[group] - self._skipped[group]))
             * (size // self._parts)
             for group, size in self._group_bytes.items()
         )
+
+    def _ends(self, chunk: int) -> tuple[int, ...]:
+        """For each group, the pieces of the prompt up to this chunk."""
+        return tuple(self._up_to(group, end) for group, end in enumerate(self._chunk_ends[chunk]))
+
+    def _counted(self, ends: Sequence[int]) -> list[int]:
+        """For each layer, the number of blocks to write before ``ends``, the end in each group."""
+        return [max(0, ends[group] - self._skipped[group]) for group in self._layer_groups]
 
     def _up_to(self, group: int, blocks: int) -> int:
         """The pieces of the prompt in its first ``blocks`` blocks. Call it after ``align``."""

@@ -148,7 +148,9 @@ class PushRecord(msgspec.Struct, kw_only=True):
 
 
 class LoadRecord(msgspec.Struct, kw_only=True):
-    """One load on one decode rank. ``clock_offset`` is P's clock minus D's (seconds), measured by their handshake."""
+    """One load on one decode rank. ``clock_offset`` is P's clock minus D's (seconds), measured by their handshake.
+    ``kept_tokens``: the prompt's first tokens whose KV has landed, if the load has failed.
+    """
 
     rows: ClassVar[int] = 1
     """Its size, in rows of the trace queue."""
@@ -161,6 +163,7 @@ class LoadRecord(msgspec.Struct, kw_only=True):
     outcome: str = "pending"
     reason: str | None = None
     blocks: int = 0
+    kept_tokens: int = 0
     clock_offset: float | None = None
     t_awaited: float | None = None
     t_registered: float | None = None

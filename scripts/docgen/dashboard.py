@@ -144,6 +144,12 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             },
             "Means of its parts: until the scheduler has the report, until a step begins, until the step's token.",
         ),
+        Panel(
+            "Kept of failed loads",
+            "short",
+            {"tokens": rate(catalog.KEPT_TOKENS)},
+            "Tokens a second whose KV had landed when their load failed or was aborted.",
+        ),
         Panel("Awaited loads", "short", levels(catalog.AWAITED_LOADS)),
         Panel(
             "Parked",

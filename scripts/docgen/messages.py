@@ -18,6 +18,7 @@ STOCK: dict[type[msgspec.Struct], tuple[str, str]] = {
 OURS: dict[type[msgspec.Struct], str] = {
     wire.Accepted: FROM_P,
     wire.FirstToken: FROM_P,
+    wire.PrefixLanded: FROM_P,
     wire.Fail: FROM_P,
     wire.Cancel: FROM_D,
     wire.Cancelled: FROM_P,

@@ -18,7 +18,7 @@ import torch
 from layerpush.compat.metadata import ABORTED, LoadCancelled, PushDeclined
 from layerpush.compat.push_scheduler import VllmPushScheduler
 from layerpush.compat.worker_report import WorkerReport
-from layerpush.core.load_news import LoadCleared, LoadParked, LoadToken
+from layerpush.core.load_news import LoadCleared, LoadKept, LoadParked, LoadToken
 from layerpush.core.request_names import Arrived
 from layerpush.core.wire import PROTOCOL_VERSION
 from layerpush.engine.scheduler.scheduler import LayerwisePushScheduler
@@ -624,3 +624,64 @@ def test_the_digest_covers_all_that_a_prompt_is() -> None:
     assert len({digest(**one) for one in prompts} - {None}) == len(prompts)
     assert digest(**prompts[3]) == digest(prompt_token_ids=None, prompt_embeds=(numbers + 1).clone())
     assert digest(backoff=1, prompt_embeds=numbers) is None, "P may have dropped the last of them"
+
+
+def number_of(d: Decode) -> int:
+    (registration,) = d.metadata.push_registrations.values()
+    return int(registration["number"])
+
+
+@pytest.mark.parametrize(("policy", "ended"), [("fail", "failed"), ("fail", "parked"), ("recompute", "aborted")])
+def test_what_has_landed_of_a_failed_load_is_in_the_prefix_cache(decode: Build, policy: str, ended: str) -> None:
+    d = decode(policy=policy, caching=True)
+    d.decode("r")
+    d.step()
+    if ended == "aborted":
+        d.abort("r")
+    parked = [LoadParked("r", 0)] if ended == "parked" else []
+    d.step(report=WorkerReport([*parked, LoadKept("r", CACHED + 1)]), failed=("r",))
+    d.add("again", list(range(3, 3 + TOKENS)))
+    assert d.step().num_scheduled_tokens["again"] == TOKENS - CACHED, "only full blocks are kept"
+    d.run("again")
+    if ended == "parked":
+        d.step(report=WorkerReport([LoadCleared("r", 0)]))
+    d.finish()
+    assert d.free_blocks == IDLE
+
+
+@pytest.mark.parametrize(("second", "kept"), [((), 0), ((LoadKept("r", CACHED),), CACHED)])
+def test_a_prefix_is_kept_if_it_has_landed_on_every_rank(
+    decode: Build, second: tuple[LoadKept, ...], kept: int
+) -> None:
+    d = decode(caching=True)
+    d.scheduler.connector.connector_scheduler._ranks = 2
+    d.decode("r")
+    d.step(report=WorkerReport([LoadKept("r", TOKENS)]))
+    d.step(report=WorkerReport(second) if second else None, failed=("r",))
+    assert d.step().num_scheduled_tokens["r"] == TOKENS - kept
+
+
+def test_a_failed_load_goes_on_from_what_has_landed(decode: Build) -> None:
+    d = decode(caching=True)
+    d.decode("r")
+    d.step()
+    d.step(report=WorkerReport([LoadKept("r", CACHED)]), failed=("r",))
+    assert d.step().num_scheduled_tokens["r"] == TOKENS - CACHED
+
+
+def test_numbers_of_registrations_differ(decode: Build) -> None:
+    d = decode(caching=True)
+    d.decode("r")
+    d.step()
+    first = number_of(d)
+    d.decode("s")
+    d.step()
+    assert number_of(d) != first
+
+
+@pytest.mark.parametrize(("caching", "attention"), [(False, "full"), (True, "window"), (True, "chunk")])
+def test_d_asks_for_no_prefix_that_is_of_no_use(decode: Build, caching: bool, attention: Attention) -> None:
+    d = decode(caching=caching, attention=attention)
+    d.decode("r")
+    d.step()
+    assert number_of(d) == 0

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -57,6 +58,7 @@ class HostedEngine:
         self.free_running = True
         self.notifications = NotificationWatch()
         self.faults: WireFaults | None = None
+        self.scheduled_tokens = Counter[str]()
         fields = spec.transfer_fields(trace_dir)
         config = None if fields is None else KVTransferConfig(engine_id=engine_id, **fields)
         options = spec.engine_options(model)

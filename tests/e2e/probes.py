@@ -7,7 +7,7 @@ import queue
 import re
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,25 @@ def computed_tokens(host: HostedEngine, request_id: str) -> int:
     """The number of computed tokens of a live request. -1: the scheduler no longer knows the request."""
     request = host.scheduler.requests.get(host.internal_id(request_id))
     return -1 if request is None else int(request.num_computed_tokens)
+
+
+def count_scheduled_tokens(host: HostedEngine) -> None:
+    """Count the tokens that the scheduler gives to each request from now on, in place of the last counts."""
+    counts = host.scheduled_tokens = Counter()
+    vars(host.scheduler).pop("schedule", None)
+    schedule = host.scheduler.schedule
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        counts.update(output.num_scheduled_tokens)
+        return output
+
+    host.scheduler.schedule = counted
+
+
+def scheduled_tokens(host: HostedEngine, base_request_id: str) -> int:
+    """The tokens that a request was given since ``count_scheduled_tokens``."""
+    return sum(count for name, count in host.scheduled_tokens.items() if name.startswith(base_request_id))
 
 
 def preemptions(host: HostedEngine, request_id: str) -> int:

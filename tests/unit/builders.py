@@ -18,6 +18,7 @@ def registration(
     layerpush: int = 0,
     prefill: str | None = None,
     sampling: str | None = None,
+    number: int = 0,
 ) -> Registration:
     return Registration(
         request_id=request_id,
@@ -29,6 +30,7 @@ def registration(
         layerpush=layerpush,
         prefill_request_id=prefill,
         sampling=sampling,
+        number=number,
     )
 
 

@@ -37,6 +37,8 @@ class Shape:
     max_in_flight: int = MAX_IN_FLIGHT
     provisional: bool = False
     """The scheduler may take back a step of the first epoch."""
+    keeps: bool = False
+    """D asks which of the prompt's first tokens have landed."""
     other_blocks: bool = False
     """vLLM cannot push the request whole: the decode engine has another block size."""
 
@@ -89,6 +91,9 @@ class PushWorld:
     recomputes: bool = False
     """The scheduler has preempted or rewound the request after its completion."""
     rewinds_reported: int = 0
+    report: push_protocol.ReportPrefix | None = None
+    """The writer is about to tell D of these tokens."""
+    told_tokens: int = 0
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -97,7 +102,9 @@ class PushWorld:
         )
         self._progress = PromptProgress("p-1", shape.block_sizes, provisional=shape.provisional)
         self.registration = registration(
-            *(shape.targets(group) for group in range(len(shape.block_sizes))), sampling="greedy"
+            *(shape.targets(group) for group in range(len(shape.block_sizes))),
+            sampling="greedy",
+            number=int(shape.keeps),
         )
 
     @property
@@ -171,6 +178,11 @@ class PushWorld:
             cells |= {(layer, block) for block in range(total - self.shape.wanted[group], total)}
         return cells
 
+    def cells_before(self, tokens: int) -> set[Cell]:
+        """The wanted blocks of the prompt's first tokens."""
+        sizes = [self.shape.block_sizes[group] for group in self.shape.layer_groups]
+        return {(layer, block) for layer, block in self.wanted if (block + 1) * sizes[layer] <= tokens}
+
     def send(self, event: Event) -> None:
         """Deliver one event as the writer does (never to a closed session) and check the actions."""
         if self.state is State.CLOSED:
@@ -196,6 +208,8 @@ class PushWorld:
                 assert not self.drained_failures
                 assert action == push_protocol.SendFirstToken(self.registration, SAMPLED.token)
                 self.tokens += 1
+            elif isinstance(action, push_protocol.ReportPrefix):
+                self._check_prefix(action)
             elif isinstance(action, push_protocol.ReportRewind):
                 assert self.notified
                 assert action.registration == self.registration
@@ -272,7 +286,8 @@ class PushWorld:
         self.epoch += 1
         self._progress.restart()
         self.computed, self.chunks, self.unready = 0, [], set()
-        self.ready, self.posted, self.landed = set(), set(), set()
+        told = self.cells_before(self.told_tokens)
+        self.ready, self.posted, self.landed, self.report = set(), {*told}, {*told}, None
         self.accepted = False
         self.late_rewinds += self.notified and not self.recomputes and not announced  # it looks like one
         self.recomputes |= self.notified
@@ -318,6 +333,7 @@ class PushWorld:
 
     def drop(self) -> None:
         self.gone = self.disturbed = True
+        self.report = None
         event = push_protocol.LeaseExpired() if self.finished else push_protocol.Aborted()
         self._ends("failed" if self.finished else "cancelled", event.reason)
         self.send(event)
@@ -352,6 +368,13 @@ class PushWorld:
         """The first outcome stands."""
         if self.outcome == "pending" and self.state is not State.CLOSED:
             self.outcome, self.failure = outcome, failure
+
+    def confirm_prefix(self) -> None:
+        """D may keep these blocks from now on."""
+        report, self.report = self.report, None
+        assert report is not None
+        self.told_tokens = report.tokens
+        self.send(push_protocol.PrefixReported(report.chunk))
 
     def confirm_completion(self) -> None:
         self.notified = True
@@ -432,6 +455,16 @@ class PushWorld:
         assert list(zip(part.source, part.target, strict=True)) == [pair for pair in whole if pair[0] != 0]
         assert 0 not in part.source + part.target
 
+    def _check_prefix(self, action: push_protocol.ReportPrefix) -> None:
+        assert self.state is State.STREAMING
+        assert self.shape.keeps
+        assert action.registration == self.registration
+        assert not self.shape.provisional, "D may keep what the scheduler may take back"
+        assert self.told_tokens < action.tokens < self.shape.tokens
+        assert self.cells_before(action.tokens) <= self.landed, "D may keep what has not landed"
+        assert self.cells_before(action.tokens) > self.cells_before(self.told_tokens), "no news"
+        self.report = action
+
     def _check_completion(self, action: push_protocol.Notify) -> None:
         assert self.state is State.NOTIFYING
         assert action.registration == self.registration
@@ -467,7 +500,9 @@ class PushWorld:
                 self.send(push_protocol.PostReady())
             if self.state is State.CLOSED:
                 break
-            if self.state is State.NOTIFYING:
+            if self.report is not None:
+                self.confirm_prefix()
+            elif self.state is State.NOTIFYING:
                 self.confirm_completion()
             elif self.state is State.CONNECTING:
                 self.send(push_protocol.Connected())

@@ -34,8 +34,10 @@ from tests.unit.both_sides import (  # each adds mutants of its own
     full_mutants,
     network_mutants,  # noqa: F401
     packing_mutants,  # noqa: F401
+    prefix_mutants,
 )
 from tests.unit.both_sides.full import full_caches
+from tests.unit.both_sides.long import long_prompts
 from tests.unit.both_sides.mutants import MUTANTS, Mutant
 from tests.unit.both_sides.prefill import LEASE_S
 from tests.unit.both_sides.storm import storm
@@ -156,6 +158,21 @@ def test_a_lease_ends_while_a_registered_prompt_waits(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Claims, "may_lapse", lambda *_: False)
     with pytest.raises(AssertionError, match="not over"):
         full_caches(0, LEASE_S + 5.0, prompts=2, decoders=1)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_what_has_landed_of_failed_loads_stays_right(part: int) -> None:
+    worlds = [long_prompts(seed) for seed in storms(part, 4 * STORMS)]
+    assert sum(world.kept_blocks for world in worlds) > STORMS
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutant", prefix_mutants.MUTANTS, ids=lambda mutant: mutant.name)
+def test_long_prompts_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant.remove(monkeypatch)
+    with pytest.raises(AssertionError):  # noqa: PT012
+        for seed in mutant.seeds(8 * STORMS):
+            long_prompts(seed)
 
 
 FULL_STORMS = 10

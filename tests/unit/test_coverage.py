@@ -14,16 +14,19 @@ Box = tuple[int, int, int, int]
 
 
 @st.composite
-def boxes(draw: st.DrawFn) -> tuple[list[int], list[tuple[str, Box]]]:
-    """Layers with their block counts, and posts and landings of boxes, some of blocks outside of their layer."""
+def boxes(draw: st.DrawFn) -> tuple[list[int], list[int], list[tuple[str, Box]]]:
+    """Layers with their block counts and with those that are kept, and posts and landings of boxes, some of blocks
+    outside of their layer.
+    """
     rows = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
+    kept = [draw(st.integers(0, count)) for count in rows]
     moves = []
     for _ in range(draw(st.integers(0, 14)) if any(rows) else 0):
         top = draw(st.integers(0, len(rows) - 1))
         left = draw(st.integers(0, max(rows) - 1))
         box = (top, draw(st.integers(top + 1, len(rows))), left, draw(st.integers(left + 1, max(rows))))
         moves.append((draw(st.sampled_from(["post", "land"])), box))
-    return rows, moves
+    return rows, kept, moves
 
 
 def cells_of(box: Box) -> set[Cell]:
@@ -32,11 +35,13 @@ def cells_of(box: Box) -> set[Cell]:
 
 
 @given(boxes())
-def test_coverage_agrees_with_a_model_of_sets(case: tuple[list[int], list[tuple[str, Box]]]) -> None:
-    rows, moves = case
+def test_coverage_agrees_with_a_model_of_sets(case: tuple[list[int], list[int], list[tuple[str, Box]]]) -> None:
+    rows, kept, moves = case
     everything = {(layer, block) for layer, count in enumerate(rows) for block in range(count)}
-    coverage, posted, landed = Coverage(rows), set[Cell](), set[Cell]()
-    assert coverage.full == (not everything)
+    before = {(layer, block) for layer, block in everything if block < kept[layer]}
+    coverage, posted, landed = Coverage(rows, kept), before, {*before}
+    assert coverage.full == (landed == everything)
+    assert coverage.has_landed(kept)
     for kind, box in moves:
         cells = cells_of(box)
         legal = cells <= everything - posted if kind == "post" else cells <= posted - landed
@@ -48,6 +53,8 @@ def test_coverage_agrees_with_a_model_of_sets(case: tuple[list[int], list[tuple[
             with pytest.raises(CoverageError):
                 (coverage.post if kind == "post" else coverage.land)(*arguments)
         assert coverage.full == (landed == everything)
+        firsts = {(layer, 0) for layer, count in enumerate(rows) if count}
+        assert coverage.has_landed([1] * len(rows)) == (firsts <= landed)
 
 
 @pytest.mark.parametrize("targets", [[(1, 2), ()], [(), (7,)]])

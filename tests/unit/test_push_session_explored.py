@@ -31,6 +31,9 @@ SHAPES = {
     "beside another connector, nothing wanted": Shape(4, (0,), (4,), (0,), provisional=True),
     "beside another connector, preempted": Shape(4, (0,), (4,), (1,), provisional=True),
     "beside another connector, only watched": Shape(4, (0,), (4,), (1,), PushMode.WHOLE, provisional=True),
+    "kept": Shape(8, (0,), (4,), (2,), max_in_flight=2, keeps=True),
+    "kept, two layers": Shape(8, (0, 0), (4,), (2,), max_in_flight=1, keeps=True),
+    "kept, beside another connector": Shape(8, (0,), (4,), (2,), max_in_flight=1, provisional=True, keeps=True),
     "only watched": Shape(8, (0, 0), (4,), (2,), PushMode.WHOLE),
     "other blocks": Shape(4, (0, 0), (4,), (1,), other_blocks=True),
     "other blocks, only watched": Shape(8, (0, 1), (4, 8), (2, 1), PushMode.WHOLE, other_blocks=True),
@@ -39,6 +42,7 @@ SHAPES = {
 PREEMPTIONS = {
     SHAPES["by layer"]: 1,
     SHAPES["preempted twice"]: 2,
+    SHAPES["kept"]: 1,
     SHAPES["beside another connector, preempted"]: 1,
 }
 REWINDS = 1
@@ -53,6 +57,13 @@ blocks, and a session must not ignore that while a WRITE may read them.
 
 def moves(world: PushWorld) -> Iterator[Move]:
     """The possible next moves."""
+    if world.report is not None:  # the writer does nothing else first, unless the blocks are taken away
+        yield PushWorld.confirm_prefix
+        if world.revocable and world.epoch - world.rewinds < PREEMPTIONS.get(world.shape, 0):
+            yield lambda w: w.preempt(announced=True)
+        if world.droppable:
+            yield PushWorld.drop
+        return
     if world.state is State.NOTIFYING:
         yield PushWorld.confirm_completion
         yield PushWorld.fail
@@ -187,6 +198,7 @@ def samples(world: PushWorld) -> list[Event]:
         push_protocol.LinkRefused(),
         push_protocol.WriteLanded(write),
         push_protocol.WriteLost(write, "no"),
+        push_protocol.PrefixReported(0),
         push_protocol.Failed("no"),
         push_protocol.CancelledByD(),
         push_protocol.Notified(),

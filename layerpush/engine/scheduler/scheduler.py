@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +36,7 @@ from layerpush.core.first_token import Sampled
 from layerpush.core.load_news import (
     LoadCleared,
     LoadCompleted,
+    LoadKept,
     LoadParked,
     LoadQueued,
     LoadToken,
@@ -59,6 +61,7 @@ from layerpush.telemetry.metrics.catalog import (
     DROPPED_RECORDS,
     EARLY_ANSWERS,
     FIRST_TOKENS,
+    KEPT_TOKENS,
     PARKED_BLOCKS,
     PARKED_REQUESTS,
 )
@@ -71,8 +74,7 @@ from layerpush.transport.peers import Address
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -118,6 +120,10 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._unplaced: dict[str, Request] = {}
         """Requests that vLLM has looked at in this step, and that have no blocks yet."""
         self._loading: dict[str, Request] = {}
+        """Requests whose load is not over, finished ones among them."""
+        self._kept: dict[str, list[int]] = {}
+        """By request id: the prompt's first tokens whose KV stays, from each rank on which the load has failed."""
+        self._numbers = itertools.count(1)
         self._attempts: dict[str, int] = {}
         self._answered: set[str] = set()
         """P's requests that the front end has answered early."""
@@ -140,6 +146,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._trace = TraceFile(config.trace_dir if self.receives else None, engine_id, SCHEDULER_RANK)
         self.metrics.total(DROPPED_RECORDS, lambda: {"trace": self._trace.dropped})
         ranks = vllm_config.parallel_config.world_size // vllm_config.parallel_config.prefill_context_parallel_size
+        self._ranks = ranks
         self.postponed = PostponedLoads(ranks)
         self._ended = EndedCounts(ranks, self.metrics.recorder)  # one rank of a prefill context parallel group pushes
         self._hand_overs = HandOvers(engine_id, self.metrics.recorder, self._trace.write_record)
@@ -159,9 +166,13 @@ class LayerwisePushScheduler(VllmPushScheduler):
         """Listen, and return the function that answers queries. Raises ``SideChannelError`` if the port is taken."""
         return partial(listen, bind(host, port))
 
-    def bind(self, block_pool: BlockPool) -> None:
-        """``block_pool`` owns the engine's KV cache blocks."""
-        self._block_pool = block_pool
+    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+        """``kv_cache_manager`` owns the engine's KV cache blocks."""
+        self._cache_manager = kv_cache_manager
+        block_pool = self._block_pool = kv_cache_manager.block_pool
+        parts = any(kind.is_state or kind.has_window for kind in self._kinds.all)
+        self._keeps_prefixes = kv_cache_manager.enable_caching and not parts
+        """Whether a part of a prompt's KV is of use, and the prefix cache can hold it."""
         self.awaited = AwaitedPushes(self.registration_timeout, block_pool)
         self.last_windows = LastWindows(block_pool)
         self.metrics.level(PARKED_REQUESTS, lambda: self.awaited.block_holds.parked_requests)
@@ -256,6 +267,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             prompt_digest=self.prompt_digest(request),
             **({} if self.first_tokens is None else self.first_tokens.ask(request)),
             attempt=self._attempts.get(request.request_id, 0),
+            number=next(self._numbers) if self._keeps_prefixes else 0,
         )
         self._loading[request.request_id] = request
         self.awaited.await_push(request.request_id, staged.blocks, time.perf_counter())
@@ -292,7 +304,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
             self._reported(each, now)
         self.awaited.loads_ended(received)
         for request_id in received:
-            request = self._loading.pop(request_id, None)
+            request, kept = self._loading.pop(request_id, None), self._kept.pop(request_id, [])
+            if request is not None and len(kept) == self._ranks:
+                self._keep_prefix(request, min(kept))
             if self.postponed.load_ended(request_id) and request is not None:
                 self._wait_again(request)
         self._hand_overs.loads_reported(received, connector_output.failed_recving, now)
@@ -303,6 +317,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         match news:
             case LoadParked():
                 self.awaited.block_holds.park(news.request_id, news.rank)
+            case LoadKept():
+                self._kept.setdefault(news.request_id, []).append(news.tokens)
             case LoadCleared():
                 self.awaited.block_holds.clear(news.request_id, news.rank)
             case LoadCompleted():
@@ -323,6 +339,13 @@ class LayerwisePushScheduler(VllmPushScheduler):
                 self._ended.report_ended(news, now)
             case _:
                 assert_never(news)
+
+    def _keep_prefix(self, request: Request, tokens: int) -> None:
+        """A load has failed, and the KV of the prompt's first ``tokens`` tokens has landed. It goes into the prefix
+        cache: there the request finds it, or one that tries again.
+        """
+        self._cache_manager.cache_blocks(request, min(tokens, request.num_prompt_tokens))
+        self.metrics.recorder.count(KEPT_TOKENS, number=tokens)
 
     def _wait_again(self, request: Request) -> None:
         """A load has given way: its request waits for blocks, and is registered again."""
@@ -355,7 +378,6 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._answered.discard(request.request_id)
         self._withdrawn.discard(request.request_id)
         self._unplaced.pop(request.request_id, None)
-        self._loading.pop(request.request_id, None)
         self._attempts.pop(request.request_id, None)
         self.postponed.request_finished(request.request_id)
         never_registered = lacks_registration(request)

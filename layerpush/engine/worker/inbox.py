@@ -2,8 +2,8 @@
 
     from D     ``Registration``, ``Cancel``, ``Unregister``, ``Decline``               ``Claims``
                ``Heartbeat``                                                           vLLM's main thread
-    from P     ``Accepted``, ``FirstToken``, ``Fail``, ``Cancelled``, ``Queued``,
-               ``Unregistered``                                                        ``Loads``
+    from P     ``Accepted``, ``FirstToken``, ``PrefixLanded``, ``Fail``, ``Cancelled``,
+               ``Queued``, ``Unregistered``                                            ``Loads``
                ``Completion``                                                          ``Loads``, with its notification
     from both  ``Ping``                                                                ``Claims``
                ``Pong``                                                                ``PrefillPeers``, and
@@ -33,6 +33,7 @@ from layerpush.core.wire import (
     Message,
     Ping,
     Pong,
+    PrefixLanded,
     Queued,
     Registration,
     Unregister,
@@ -91,12 +92,13 @@ class Inbox:
         if not batch:
             return False
         arrived = list(self._read(batch))
-        failure = self._flushed() if any(isinstance(message, Completion) for _, message, _, _ in arrived) else None
+        landed = Completion | PrefixLanded
+        failure = self._flushed() if any(isinstance(message, landed) for _, message, _, _ in arrived) else None
         for agent, message, payload, now in arrived:
             try:
                 if failure is not None and isinstance(message, Completion):
                     self._loads.on_invisible(agent, message, payload, failure, now)
-                else:
+                elif failure is None or not isinstance(message, PrefixLanded):
                     self._hand_over(agent, message, payload, now)
             except Exception:  # a defect of ours costs one message, never the thread
                 logger.exception("layerpush: %s from %s failed", type(message).__name__, agent)
@@ -140,6 +142,8 @@ class Inbox:
             case Heartbeat():
                 self._heartbeat(message)
             case Accepted() | FirstToken() | Fail() | Cancelled() | Completion() | Queued() | Unregistered():
+                self._loads.on_message(agent, message, payload, now)
+            case PrefixLanded():
                 self._loads.on_message(agent, message, payload, now)
             case Pong():
                 self._loads.on_pong(agent, now)

@@ -207,6 +207,12 @@ LOAD = Metric(
     "Time from D's registration until every byte is there on the slowest rank, including P's prefill.",
     buckets=LONG_SECONDS,
 )
+KEPT_TOKENS = Metric(
+    "kept_tokens",
+    Kind.COUNTER,
+    Side.DECODE,
+    "Tokens of prompts whose load failed or was aborted: their KV had landed, and is in the prefix cache.",
+)
 HAND_OVER = Metric(
     "hand_over_seconds",
     Kind.HISTOGRAM,
@@ -353,7 +359,7 @@ CATALOG: tuple[Metric, ...] = (
     FAILED_WRITES, REWOUND_PUSHES, LAYERS_READY,
     ACTIVE_PUSHES, UNCLAIMED_PUSHES, PENDING_REGISTRATIONS,
     LOADS, LOAD, HAND_OVER, HAND_OVER_REPORT, HAND_OVER_SCHEDULE, HAND_OVER_FIRST_STEP, FIRST_TOKENS, EARLY_ANSWERS,
-    AWAITED_LOADS, PARKED_REQUESTS, PARKED_BLOCKS, LOST_PEERS,
+    KEPT_TOKENS, AWAITED_LOADS, PARKED_REQUESTS, PARKED_BLOCKS, LOST_PEERS,
     DROPPED_MESSAGES, DROPPED_RECORDS, RING_BYTES, RING_USED_BYTES, WRITER_LAG, RANKS,
 )  # fmt: skip
 BY_KEY: Mapping[str, Metric] = MappingProxyType({metric.key: metric for metric in CATALOG})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from layerpush.core.liveness import PeerWatch
 from layerpush.core.load_news import (
     LoadCleared,
     LoadCompleted,
+    LoadKept,
     LoadNews,
     LoadParked,
     LoadQueued,
@@ -33,6 +35,7 @@ from layerpush.core.wire import (
     FirstToken,
     Message,
     Pong,
+    PrefixLanded,
     Queued,
     Registration,
     Unregistered,
@@ -48,6 +51,7 @@ from layerpush.transport.peers import Address
 from tests.support.fake_transport import Descriptors, FakeWrite
 from tests.unit.both_sides.process import (
     BLOCK_BYTES,
+    BLOCK_SIZE,
     D_BLOCKS,
     LAYERS,
     NOWHERE,
@@ -90,6 +94,10 @@ class Load:
     first_token: int | Missing | None = None
     outcome: str | None = None
     parked: bool = False
+    kept: int = 0
+    """Its first blocks that have landed although the load has failed."""
+    given: int = 0
+    """Its first blocks that were given away while the others are parked."""
     aborted: bool = False
     overdue: bool = False
 
@@ -104,6 +112,7 @@ class DecodeEngine(Process):
         self.pool = Pool(world.decode_blocks)
         self.loads: dict[str, Load] = {}
         self.queue: list[Waiting] = []
+        self._numbers = itertools.count(1)
         self.postponed = PostponedLoads(1)
         self.memory = np.full(LAYERS * D_BLOCKS * BLOCK_BYTES, POISON, np.uint8)
         self.watch = PeerWatch(PEER_TIMEOUT_S)
@@ -157,7 +166,7 @@ class DecodeEngine(Process):
         load = Load(prompt, waiting.request_id, blocks, self.world.now + OVERDUE_S, sampling, waiting)
         self.loads[load.request_id] = load
         for owned in self.caches:
-            owned.hand_to(self._ids(load), prompt.text)
+            owned.hand_to(self._ids(blocks), prompt.text)
         registration = Registration(
             request_id=load.request_id,
             decode_engine_id=self.engine_id,
@@ -172,6 +181,7 @@ class DecodeEngine(Process):
             contact=self.name.encode(),
             attempt=waiting.attempt,
             acknowledges=not self.world.fabric.ordered,
+            number=next(self._numbers),
         )
         address = self._prefill_address(NOWHERE if self.world.routers.random() < MISTAKEN else "host-of-P")
         self.task(lambda: self.open_loads.register(registration, address, {}, self.world.now))
@@ -211,7 +221,7 @@ class DecodeEngine(Process):
         load = self.loads[messages[0].request_id]  # type: ignore[union-attr]
         assert len(messages) == self.world.ranks, "one completion of each prefill rank"
         assert not load.aborted or load.outcome is None
-        assert self._holds(load), f"{load} was reported complete over wrong bytes"
+        assert self._holds(load, load.blocks), f"{load} was reported complete over wrong bytes"
         assert (load.first_token is None) == (load.sampling is None), f"{load} lacks its answer, or did not ask"
         self.postponed.load_ended(load.request_id)
         self._end(load, "loaded")
@@ -228,6 +238,8 @@ class DecodeEngine(Process):
                 self.postponed.load_unregistered(news.request_id, 0)
             case LoadParked():
                 self._parked(news.request_id)
+            case LoadKept():
+                self._keeps(news.request_id, news.tokens)
             case LoadCleared():
                 self._cleared(news.request_id)
             case LoadCompleted():
@@ -258,6 +270,17 @@ class DecodeEngine(Process):
         assert not load.parked
         load.parked = True
 
+    def _keeps(self, request_id: str, tokens: int) -> None:
+        """The prefix cache has these blocks from now on, whatever becomes of the others."""
+        load = self.loads[request_id]
+        assert load.outcome is None
+        assert tokens % BLOCK_SIZE == 0
+        assert 0 < tokens < load.prompt.tokens
+        load.kept = tokens // BLOCK_SIZE - (load.prompt.blocks - len(load.blocks))
+        assert load.kept > 0, "D has them already"
+        assert self._holds(load, load.blocks[: load.kept]), f"{load} keeps wrong bytes"
+        self.world.kept_blocks += load.kept
+
     def _cleared(self, request_id: str) -> None:
         load = self.loads[request_id]
         assert load.parked
@@ -285,7 +308,7 @@ class DecodeEngine(Process):
         if isinstance(message, Pong):
             self.open_loads.on_pong(sender, self.world.now)
         else:
-            kinds = Accepted | FirstToken | Fail | Cancelled | Completion | Queued | Unregistered
+            kinds = Accepted | FirstToken | PrefixLanded | Fail | Cancelled | Completion | Queued | Unregistered
             assert isinstance(message, kinds)
             self.open_loads.on_message(sender, message, payload, self.world.now)
 
@@ -295,17 +318,23 @@ class DecodeEngine(Process):
         self.world.outcomes[outcome] += 1
         if not load.parked:
             self._give_away(load)
+        elif load.kept:
+            load.given = load.kept
+            self._free(load.blocks[: load.given])
 
     def _give_away(self, load: Load) -> None:
+        self._free(load.blocks[load.given :])
+        del self.loads[load.request_id]
+
+    def _free(self, blocks: list[int]) -> None:
         """The engine computes here from now on."""
-        ids = set(self._ids(load))
+        ids = set(self._ids(blocks))
         self.check_blocks(ids, "are given away")
         for owned in self.caches:
             owned.give_away(ids)
         for index in ids:
             self.memory[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES] = POISON
-        self.pool.give_back(load.blocks)
-        del self.loads[load.request_id]
+        self.pool.give_back(blocks)
 
     # WRITEs on their way here.
 
@@ -330,13 +359,15 @@ class DecodeEngine(Process):
     def blocks_of_others(self, replica: Replica, ids: Sequence[int]) -> set[int]:
         """The blocks among these descriptors that another rank of P is to send."""
         blocks = {index % D_BLOCKS for index in ids}
-        places = {block: place for load in self.loads.values() for place, block in enumerate(load.blocks)}
+        loads = self.loads.values()
+        places = {block: place for load in loads for place, block in enumerate(load.blocks) if place >= load.given}
         return {block for block in blocks if block in places and not replica.owns(places[block])}
 
-    def _ids(self, load: Load) -> list[int]:
-        return [layer * D_BLOCKS + block for layer in range(LAYERS) for block in load.blocks]
+    def _ids(self, blocks: list[int]) -> list[int]:
+        return [layer * D_BLOCKS + block for layer in range(LAYERS) for block in blocks]
 
-    def _holds(self, load: Load) -> bool:
+    def _holds(self, load: Load, blocks: list[int]) -> bool:
+        """Whether ``blocks``, the first of the load's, hold its prompt's KV."""
         first = load.prompt.blocks - len(load.blocks)
         return all(
             np.array_equal(
@@ -344,7 +375,7 @@ class DecodeEngine(Process):
                 load.prompt.kv(layer, index),
             )
             for layer in range(LAYERS)
-            for index, block in enumerate(load.blocks, first)
+            for index, block in enumerate(blocks, first)
         )
 
     def assert_idle(self) -> None:

@@ -134,11 +134,10 @@ def a_token_comes_with_a_load_that_has_not_asked(patch: Patch) -> None:
     """A complete load without a token is reported with "late", even if it did not ask."""
     report_ended = Outcomes.report_ended
 
-    def mutated(self: Outcomes, record: Any, outcome: Any, reason: Any, now: float, *rest: Any) -> None:
+    def mutated(self: Outcomes, record: Any, outcome: Any, reason: Any, now: float, *rest: Any, kept: int = 0) -> None:
         completions, token = [*rest, (), None][:2] if len(rest) < 2 else rest
-        report_ended(
-            self, record, outcome, reason, now, completions, "late" if completions and token is None else token
-        )
+        token = "late" if completions and token is None else token
+        report_ended(self, record, outcome, reason, now, completions, token, kept)
 
     patch.setattr(Outcomes, "report_ended", mutated)
 

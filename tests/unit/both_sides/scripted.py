@@ -319,15 +319,19 @@ class ScriptedWorld(World):
         return engine
 
     def asks(
-        self, request: ScriptedRequest, decoder: ScriptedDecoder, first: int = 10, wanted: int | None = None
+        self,
+        request: ScriptedRequest,
+        decoder: ScriptedDecoder,
+        first: int = 10,
+        wanted: int | None = None,
+        number: int = 0,
     ) -> Registration:
         """A registration of the prompt's last ``wanted`` blocks, into D's blocks from ``first`` on; not yet sent. D is
-        a stock engine: it gets no answers.
+        a stock engine: it gets no answers, but with a ``number`` it hears which chunks have landed.
         """
         count = request.prompt.blocks if wanted is None else wanted
-        made = registration(
-            range(first, first + count), request_id=f"d-{request.name}", engine=decoder.name, prefill=request.name
-        )
+        names: dict[str, Any] = {"request_id": f"d-{request.name}", "engine": decoder.name, "prefill": request.name}
+        made = registration(range(first, first + count), **names, number=number)
         decoder.hand_out(made, request.prompt.text)
         return made
 

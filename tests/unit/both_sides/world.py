@@ -75,6 +75,8 @@ class World:
         self.engines: dict[str, Engine] = {}
         self.deaf: set[str] = set()
         """Engines whose side channel refuses although they live."""
+        self.kept_blocks = 0
+        """Blocks that have landed of loads that have failed."""
         self.outcomes: Counter[str] = Counter()
         self.rewinds = 0
         """Steps that P's scheduler has taken back."""
