@@ -81,17 +81,23 @@ class WireError(ValueError):
 class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Asks a prefill worker to push one request's blocks into these blocks of a decode worker.
 
-    ``local_block_ids`` holds the decode engine's logical block ids, one list per transferable KV cache group,
-    uncached blocks only, in token order. ``layerpush`` is the newest version of our messages that the worker speaks,
-    0 if none; ``prefill_request_id`` is the prefill engine's id of the request, if the worker knows it;
-    ``transfer_id`` is the name that a router gave the transfer on both engines, if any;
-    ``prompt_digest`` distinguishes prompts of requests with the same base id. ``sampling`` asks for a ``FirstToken``:
-    it is the digest of the request's sampling parameters, None if the worker does not ask. ``parameters`` has the name
-    and a digest of each that is not vLLM's default: so the prefill worker can name those that differ. ``contact`` is
-    the address of the worker's NIXL agent: the prefill worker can report a failure there although no handshake with the
-    decode engine succeeds. ``attempt`` counts the registrations of one request, from 0: it is registered again after an
-    ``Unregister``. ``acknowledges``: the worker answers a ``Landed`` with ``Acknowledged``. ``number`` is another one
-    for each registration of the decode engine: the worker takes each ``PrefixLanded`` with it. 0: it takes none.
+    - ``request_id``: the decode engine's id of the request.
+    - ``decode_engine_id``: its name. ``decode_host``, ``decode_port``: its side channel. ``decode_tp_size``: its ranks.
+    - ``local_block_ids``: its logical block ids, one list per transferable KV cache group, uncached blocks only, in
+      token order.
+    - ``layerpush``: the newest version of our messages that the worker speaks; 0: none.
+    - ``prefill_request_id``: the prefill engine's id of the request, if the worker knows it.
+    - ``transfer_id``: the name that a router gave the transfer on both engines, if any.
+    - ``prompt_digest``: distinguishes prompts of requests with the same base id.
+    - ``sampling``: asks for a ``FirstToken``. It is the digest of the request's sampling parameters.
+    - ``parameters``: the name and a digest of each parameter that is not vLLM's default. So the prefill worker can name
+      those that differ.
+    - ``contact``: the address of the worker's NIXL agent. The prefill worker can report a failure there although no
+      handshake with the decode engine succeeds.
+    - ``attempt``: counts the registrations of one request, from 0. It is registered again after an ``Unregister``.
+    - ``acknowledges``: the worker answers a ``Landed`` with ``Acknowledged``.
+    - ``number``: another one for each registration of the decode engine. Each ``PrefixLanded`` has it. 0: the worker
+      asks for none.
     """
 
     request_id: RequestId

@@ -37,10 +37,15 @@ OURS: dict[type[msgspec.Struct], str] = {
 def vllms() -> str:
     """vLLM's messages."""
     rows = [
-        (f"`{kind.__name__}`", direction, shape, _fields(kind), sentence(kind.__doc__))
+        (f"`{kind.__name__}`", direction, shape, "below" if _items(kind) else _fields(kind), _summary(kind))
         for kind, (direction, shape) in STOCK.items()
     ]
     return table(("message", "direction", "bytes", "fields that are read", "meaning"), rows)
+
+
+def registration() -> str:
+    """The fields of a registration."""
+    return "\n".join(f"- {sentence(item)}" for item in _items(wire.Registration))
 
 
 def ours() -> str:
@@ -49,6 +54,15 @@ def ours() -> str:
         (f"`{kind.__name__}`", OURS[kind], _fields(kind), sentence(kind.__doc__)) for kind in get_args(wire.PeerMessage)
     ]
     return table(("message", "direction", "fields", "meaning"), rows)
+
+
+def _summary(kind: type[msgspec.Struct]) -> str:
+    return sentence((kind.__doc__ or "").split("\n\n")[0])
+
+
+def _items(kind: type[msgspec.Struct]) -> list[str]:
+    """The items of the list in its docstring."""
+    return (kind.__doc__ or "").split("\n    - ")[1:]
 
 
 def _fields(kind: type[msgspec.Struct]) -> str:

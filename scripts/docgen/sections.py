@@ -83,6 +83,7 @@ SECTIONS: Mapping[str, Section] = {
     "decode-events": Section((PROTOCOL,), lambda _: protocol.DECODE.events()),
     "decode-actions": Section((PROTOCOL,), lambda _: protocol.DECODE.actions()),
     "messages-vllm": Section((PROTOCOL,), lambda _: messages.vllms()),
+    "messages-registration": Section((PROTOCOL,), lambda _: messages.registration()),
     "messages-ours": Section((PROTOCOL,), lambda _: messages.ours()),
     "limits-messages": Section((SECURITY,), lambda _: limits.messages()),
     "metrics-prefill": Section((METRICS,), lambda _: metrics.table_of(Side.PREFILL)),
