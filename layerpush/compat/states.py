@@ -17,7 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPu
 from layerpush.compat.kinds import has_states
 
 Descriptors = NDArray[np.uint64]
-"""Of shape ``(n, 3)``: address, bytes, device."""
+"""Of shape ``(n, 3)``, one for each block: address, bytes, device. vLLM 0.33 has one for all blocks of a region, of
+shape ``(n, 5)``: also their number and their distance.
+"""
 GROUPS = slice(1, 3)
 """B and C among the four parts of a state of Mamba-2. The inputs are before them, then comes the other state."""
 
@@ -43,7 +45,7 @@ def has_whole_groups(
             f"each of its {tp_size} tensor parallel ranks has {metadata.ssm_sizes} bytes of a state, and each of our"
             f" {ranks} has {worker._mamba_ssm_size}"
         )
-    shares_heads = ranks > max(tp_size, topology.total_num_kv_heads)
+    shares_heads = not worker.use_mla and ranks > max(tp_size, topology.total_num_kv_heads)
     if worker.vllm_config.kv_transfer_config.is_kv_consumer and not is_layerpush and (is_whole or shares_heads):
         raise ValueError(
             "vLLM's push connector cannot push what ranks have in common to the right place of this model's states and"
@@ -60,9 +62,10 @@ def push_kv_to_all(worker: NixlPushConnectorWorker, engine_id: str) -> None:
 
 
 def whole_groups_here(worker: NixlPushConnectorWorker, split: Any, whole: Descriptors, states: int) -> Descriptors:
-    """vLLM's ``split`` descriptors of our cache, with B and C as in ``whole``. Those of states begin at ``states``."""
+    """vLLM's ``split`` descriptors of our cache, with B and C as in ``whole``. ``states`` blocks are before states."""
     rows = np.array(split, dtype=np.uint64)
-    _by_part(worker, rows[states:])[:, GROUPS] = _by_part(worker, whole[states:])[:, GROUPS]
+    first = states if rows.shape[1] == 3 else len(rows) - len(worker._ssm_region_indices) * (GROUPS.stop + 1)
+    _by_part(worker, rows[first:])[:, GROUPS] = _by_part(worker, whole[first:])[:, GROUPS]
     return rows
 
 
@@ -81,4 +84,5 @@ def whole_groups_there(
 
 def _by_part(worker: NixlPushConnectorWorker, rows: Descriptors) -> Descriptors:
     """A view of descriptors of states by region, part and block."""
-    return rows.reshape(len(worker._ssm_region_indices), GROUPS.stop + 1, -1, 3)
+    assert len(rows)
+    return rows.reshape(len(worker._ssm_region_indices), GROUPS.stop + 1, -1, rows.shape[1])

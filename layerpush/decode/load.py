@@ -105,7 +105,7 @@ class Load:
                     self._peers.samples_otherwise(self.address.engine_id, message.request_id, message.other)
                 self.handle(load_protocol.TokenArrived(sender, message.token), now)
             case PrefixLanded():
-                if message.number == self.registration.number:
+                if message.number == self.registration.number != 0:
                     self.handle(load_protocol.PrefixWritten(sender, message.tokens), now)
             case Queued():
                 if self.session.state is State.WAITING:

@@ -291,18 +291,16 @@ class PushSession(Machine[State, Event, Action]):
         """Tell D of the chunks that have landed as a whole, if it asks for that. The last one has the completion."""
         assert self._coverage is not None
         assert self.registration is not None
-        blocks, landed = self._ready_blocks, None
+        blocks = self._ready_blocks
         if not self.registration.number or self._was_provisional:
             return
-        while self._unreported < blocks.chunks - blocks.has_last_chunk:
-            tokens, size, counts = blocks.up_to(self._unreported)
-            if tokens > blocks.kept_tokens and any(counts):
-                if self.landed_bytes < size or not self._coverage.has_landed(counts):
-                    break
-                landed = ReportPrefix(self.registration, self._unreported, tokens)
-            self._unreported += 1
-        if landed is not None:
-            yield landed
+        for chunk in reversed(range(self._unreported, blocks.chunks - blocks.has_last_chunk)):
+            tokens, size, counts = blocks.up_to(chunk)
+            if self.landed_bytes >= size and self._coverage.has_landed(counts):
+                self._unreported = chunk + 1
+                if tokens > blocks.kept_tokens and any(counts):
+                    yield ReportPrefix(self.registration, chunk, tokens)
+                return
 
     def _restart(self, epoch: int) -> State:
         self.epoch, self._unreported = epoch, 0

@@ -56,7 +56,7 @@ class ReadyBlocks:
         self._is_final = False
         self.next_part = 0.0
         """The prompt's tokens after the newest chunk, divided by the tokens of that chunk; 1 at most."""
-        self.planned_bytes = 0
+        self.planned_bytes = self.kept_bytes if self.kept_tokens else 0
         """Bytes of all planned chunks that the decode engine does not have already. 0 before ``align``."""
         self.chunk_bytes = 0
         """The newest chunk's part of ``planned_bytes``."""
@@ -196,8 +196,9 @@ class ReadyBlocks:
         return sum(len(part.source) * sum(self._layer_bytes[part.layers]) for part in segments) // self._parts
 
     def _count_bytes(self) -> None:
-        self.planned_bytes = self._bytes_up_to(len(self._chunk_ends))
-        self.chunk_bytes = self.planned_bytes - self._bytes_up_to(len(self._chunk_ends) - 1)
+        kept = self.kept_bytes if self.kept_tokens else 0
+        self.planned_bytes = max(kept, self._bytes_up_to(len(self._chunk_ends)))
+        self.chunk_bytes = self.planned_bytes - max(kept, self._bytes_up_to(len(self._chunk_ends) - 1))
 
     def _bytes_up_to(self, chunks: int) -> int:
         return self._bytes_before(self._ends(chunks - 1)) if chunks > 0 and self._alignments else 0

@@ -79,7 +79,7 @@ def test_a_router_tries_again(fleet: Fleet, reference: Reference, log: LogView, 
 
 
 def test_p_stopped_and_continued_half_way(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """D goes on with what has landed while the other blocks are parked. P, which wakes up, does not touch it."""
+    """D goes on with what has landed while the other blocks are parked. P, which wakes up, ends the push."""
     p, d = fleet.get(engines.P, engines.D_KEEPS)
     handoff = half_way(p, d, 620, 2)
     p.pause()

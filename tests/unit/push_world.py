@@ -224,6 +224,8 @@ class PushWorld:
         if isinstance(event, push_protocol.PostReady):
             self._check_left(event)
         assert (self.session.outcome, self.session.failure) == (self.outcome, self.failure)
+        assert self.session.unposted_bytes >= 0
+        assert self.session.chunk_bytes >= 0
         assert self.completions <= 1
         assert self.rewinds_reported == self.late_rewinds
         assert len(self.handed_over) == len(set(self.handed_over))

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from layerpush.core.wire import MAX_ID_CHARS, Completion, FirstToken, Ping, encode
+from layerpush.core.wire import MAX_ID_CHARS, Completion, FirstToken, Ping, PrefixLanded, encode
 from layerpush.engine.worker.inbox import MESSAGES_PER_TURN, Inbox, logger
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import Transport
@@ -64,6 +64,20 @@ def test_several_completions_need_one_flush() -> None:
     calls = Calls(COMPLETION, COMPLETION)
     calls.inbox.deliver()
     assert calls.made == ["flush", Completion.__name__, Completion.__name__]
+
+
+def test_a_prefix_is_flushed_before_use_and_dropped_if_that_fails() -> None:
+    calls = Calls(encode(PrefixLanded("r-1", 1, 64)), OTHERS[0])
+    calls.inbox.deliver()
+    assert calls.made == ["flush", "PrefixLanded", "Ping"]
+
+    def fail() -> None:
+        raise CudaError("the device is lost")
+
+    calls.inbox._flush = fail
+    calls.made.clear()
+    calls.inbox.deliver()
+    assert calls.made == ["Ping"]
 
 
 def test_other_notifications_need_no_flush() -> None:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from layerpush.core import liveness
 from layerpush.core.liveness import PeerAction, Verdict
-from layerpush.core.load_news import LoadCleared, LoadCompleted, LoadNews, LoadParked, LoadToken
+from layerpush.core.load_news import LoadCleared, LoadCompleted, LoadKept, LoadNews, LoadParked, LoadToken
 from layerpush.core.wire import (
     Accepted,
     Cancel,
@@ -22,6 +23,7 @@ from layerpush.core.wire import (
     Heartbeat,
     Message,
     Ping,
+    PrefixLanded,
     Registration,
     WireError,
     encode,
@@ -164,6 +166,8 @@ class Engine:
                 self._note("parked", news.request_id)
             case LoadCleared():
                 self._note("cleared", news.request_id)
+            case LoadKept():
+                self._note(f"kept {news.tokens}", news.request_id)
             case _:
                 assert isinstance(news, LoadCompleted)
 
@@ -1141,3 +1145,14 @@ def test_a_turn_looks_at_no_load_that_is_not_due(monkeypatch: pytest.MonkeyPatch
     assert len(looks) == 100
     world.tick(0.1)
     assert len(looks) == 100
+
+
+@pytest.mark.parametrize(("number", "named", "kept"), [(7, 7, [("kept 64", "r")]), (7, 6, []), (0, 0, [])])
+def test_a_prefix_of_another_registration_does_not_count(number: int, named: int, kept: list[tuple[str, str]]) -> None:
+    world = World()
+    world.engine.known.add("r")
+    world.loads.register(replace(registration(), number=number), P, EXTRA, world.now)
+    world.settle()
+    world.receives(PrefixLanded("r", named, 64))
+    world.receives(Fail("r", 0, "cut off", drained=True))
+    assert world.engine.reports == [*kept, ("failed", "r")]

@@ -344,7 +344,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
         """A load has failed, and the KV of the prompt's first ``tokens`` tokens has landed. It goes into the prefix
         cache: there the request finds it, or one that tries again.
         """
-        self._cache_manager.cache_blocks(request, min(tokens, request.num_prompt_tokens))
+        if not self._keeps_prefixes:
+            return
+        tokens = min(tokens, request.num_prompt_tokens)
+        tokens -= tokens % max(self._kinds.block_sizes)
+        self._cache_manager.cache_blocks(request, tokens)
         self.metrics.recorder.count(KEPT_TOKENS, number=tokens)
 
     def _wait_again(self, request: Request) -> None:
