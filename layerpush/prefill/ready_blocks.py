@@ -53,7 +53,8 @@ class ReadyBlocks:
         self._posted = [self._kept[group] for group in self._layer_groups]
         self._fresh: set[int] = set()  # layers that may have unposted blocks; a set, since few do
         self._unready = 0
-        self._is_final = False
+        self.has_last_chunk = False
+        """Whether the last chunk of the prompt is planned."""
         self.next_part = 0.0
         """The prompt's tokens after the newest chunk, divided by the tokens of that chunk; 1 at most."""
         self.planned_bytes = self.kept_bytes if self.kept_tokens else 0
@@ -69,12 +70,7 @@ class ReadyBlocks:
     @property
     def is_complete(self) -> bool:
         """Whether every layer of the whole prompt is in this engine's memory."""
-        return self._is_final and self._unready == 0
-
-    @property
-    def has_last_chunk(self) -> bool:
-        """Whether the last chunk of the prompt is planned."""
-        return self._is_final
+        return self.has_last_chunk and self._unready == 0
 
     @property
     def has_whole_chunk(self) -> bool:
@@ -124,7 +120,7 @@ class ReadyBlocks:
         self._filled.append(chunk.filled)
         self._ready_layers.append(set())
         self._unready += len(self._layer_groups)
-        self._is_final = chunk.final
+        self.has_last_chunk = chunk.final
         self.next_part = min(1.0, max(0, chunk.prompt_tokens - chunk.end) / max(1, chunk.end - chunk.start))
         self._count_bytes()
 

@@ -12,20 +12,13 @@ from layerpush.decode.load import Load
 from layerpush.decode.load_session import LoadSession
 from layerpush.prefill import claim_protocol
 from layerpush.prefill.claim_session import Claim
-from tests.unit.both_sides.mutants import Mutant, Patch
+from tests.unit.both_sides.mutants import Mutant, Patch, adding_to
 
 MUTANTS: list[Mutant] = []
+mutant = adding_to(MUTANTS)
 
 
-def _add(seed: int = 0, **fault_rates: float) -> Any:
-    def add(remove: Any) -> Any:
-        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, fault_rates, seed))
-        return remove
-
-    return add
-
-
-@_add(drop=0.0, duplicate=0.5, reorder=0.5, delay=0.8)
+@mutant(drop=0.0, duplicate=0.5, reorder=0.5, delay=0.8)
 def an_answer_to_an_earlier_attempt_counts(patch: Patch) -> None:
     plain = Load.on_message
 
@@ -37,7 +30,7 @@ def an_answer_to_an_earlier_attempt_counts(patch: Patch) -> None:
     patch.setattr(Load, "on_message", on_message)
 
 
-@_add(seed=71, drop=0.0, duplicate=0.5, reorder=0.5, delay=0.8)
+@mutant(seed=71, drop=0.0, duplicate=0.5, reorder=0.5, delay=0.8)
 def an_equal_attempt_opens_a_claim_that_was_taken_back(patch: Patch) -> None:
     plain = Claim._on_registered
 
@@ -49,7 +42,7 @@ def an_equal_attempt_opens_a_claim_that_was_taken_back(patch: Patch) -> None:
     patch.setitem(Claim.HANDLERS, claim_protocol.Registered, on_registered)  # type: ignore[arg-type]
 
 
-@_add()
+@mutant()
 def a_claim_that_was_taken_back_waits_on(patch: Patch) -> None:
     """It has no row `WITHDRAWN`."""
     plain = Claim._on_withdrawn
@@ -66,7 +59,7 @@ def a_claim_that_was_taken_back_waits_on(patch: Patch) -> None:
     patch.setitem(Claim.HANDLERS, claim_protocol.Withdrawn, on_withdrawn)  # type: ignore[arg-type]
 
 
-@_add(seed=11)
+@mutant(seed=11)
 def one_rank_speaks_for_all(patch: Patch) -> None:
     plain = LoadSession._on_unregistered
 

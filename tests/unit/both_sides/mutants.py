@@ -46,15 +46,21 @@ class Mutant:
         return [*range(self.seed, count), *range(self.seed)]
 
 
+def adding_to(mutants: list[Mutant]) -> Callable[..., Callable[[Callable[[Patch], None]], Callable[[Patch], None]]]:
+    """A decorator of what removes a guard. It takes a mutant's ``seed`` and ``fault_rates``."""
+
+    def mutant(seed: int = 0, **fault_rates: Any) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+        def add(remove: Callable[[Patch], None]) -> Callable[[Patch], None]:
+            mutants.append(Mutant(remove.__name__.replace("_", " "), remove, fault_rates, seed))
+            return remove
+
+        return add
+
+    return mutant
+
+
 MUTANTS: list[Mutant] = []
-
-
-def mutant(seed: int = 0, **fault_rates: Any) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    def add(remove: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, fault_rates, seed))
-        return remove
-
-    return add
+mutant = adding_to(MUTANTS)
 
 
 # The decode side.

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from layerpush.decode.load_session import LoadSession
 from layerpush.prefill.coverage import Coverage
 from layerpush.prefill.push_protocol import Action
 from layerpush.prefill.push_session import PushSession
 from layerpush.prefill.ready_blocks import ReadyBlocks
-from tests.unit.both_sides.mutants import Mutant, Patch
+from tests.unit.both_sides.mutants import Mutant, Patch, adding_to
 
 MUTANTS: list[Mutant] = []
-
-
-def mutant(seed: int = 0, **fault_rates: float) -> Any:
-    def add(remove: Any) -> Any:
-        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, fault_rates, seed))
-        return remove
-
-    return add
+mutant = adding_to(MUTANTS)
 
 
 @mutant(seed=2)
