@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from layerpush.core.first_token import Sampled
 from layerpush.core.machine import IllegalTransitionError
 from layerpush.core.push_mode import PushMode
+from layerpush.core.step_plan import PromptProgress
 from layerpush.core.write import MismatchError, Write
 from layerpush.prefill import push_protocol
 from layerpush.prefill.push_protocol import State
 from layerpush.prefill.push_session import PushSession
-from tests.unit.builders import blocks_of, chunks_of, registration
+from tests.unit.builders import blocks_of, chunks_of, registration, table_of
 from tests.unit.push_world import PushWorld, Shape
 
 
@@ -167,3 +168,28 @@ def test_the_session_names_the_parameters_that_differ() -> None:
     assert finished("greedy", ours, first=True) == [
         push_protocol.SendFirstToken(asked, None, ("min_tokens", "temperature", "top_p"))
     ]
+
+
+def test_kept_blocks_count_as_planned_and_as_posted_after_a_preemption() -> None:
+    """The schedule asks for these bytes: they must not hide those of other prompts."""
+    progress, table = PromptProgress("p-1", (4,)), table_of(16, 4)
+    session = PushSession("p-1", (0,), (10,), PushMode.LAYER)
+    first = chunks_of(16, [8], [table], [4], progress)[0]
+    for event in (
+        push_protocol.Planned(first),
+        push_protocol.Registered(registration(table, number=1)),
+        push_protocol.Connected(),
+        push_protocol.Ready(0, 0, 0),
+        push_protocol.PostReady(),
+        push_protocol.WriteLanded(0),
+        push_protocol.PrefixReported(0),
+        push_protocol.Preempted(),
+    ):
+        session.handle(event, 0.0)
+    progress.restart()
+    bytes_left = [session.unposted_bytes]
+    for chunk in chunks_of(16, [4, 4, 8], [table], [4], progress):
+        session.handle(push_protocol.Planned(chunk), 0.0)
+        bytes_left.append(session.unposted_bytes)
+        assert session.chunk_bytes == (20 if chunk.final else 0)
+    assert bytes_left == [0, 0, 0, 20]
