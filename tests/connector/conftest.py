@@ -27,6 +27,8 @@ ENVIRONMENT = {
 }
 PORTS = PortAllocator(CONNECTOR_PORTS)
 LISTENER = "layerpush.engine.scheduler.side_channel"
+RETRY = "layerpush.transport.connections.RETRY_S"
+"""Between two tries of a handshake."""
 
 
 @pytest.fixture(scope="package")
@@ -93,6 +95,7 @@ def engine(world: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     from tests.connector.engine import Engine, config_of
 
     monkeypatch.setattr(f"{LISTENER}.WAIT_S", 0.01)  # an engine's shutdown waits so long
+    monkeypatch.setattr(RETRY, 0.1)
     engines: list[Engine] = []
 
     def build(role: str, extra: dict[str, Any] | None = None, **options: Any) -> Engine:

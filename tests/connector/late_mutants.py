@@ -20,19 +20,20 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Mutant:
-    """``place`` names the traffic in which the guard matters."""
+    """``place`` names the traffic in which the guard matters. Requests by ``seed`` need the guard soon."""
 
     name: str
     remove: Callable[[Patch], None]
     place: str
+    seed: int
 
 
 MUTANTS: list[Mutant] = []
 
 
-def mutant(place: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+def mutant(place: str, seed: int = 0) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
     def add(remove: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, place))
+        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, place, seed))
         return remove
 
     return add
@@ -77,7 +78,7 @@ def the_end_of_the_models_forward_is_not_fenced(patch: Patch) -> None:
     _unfenced(patch, ForwardEnded)
 
 
-@mutant("hooks")
+@mutant("hooks", seed=6)
 def cached_blocks_are_not_fenced(patch: Patch) -> None:
     """The step before may still compute them, and push nothing itself."""
     _unfenced(patch, StepStarted)

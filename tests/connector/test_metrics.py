@@ -205,7 +205,7 @@ def test_an_engine_that_falls_idle_reports_an_unclaimed_push(
 
 def test_an_endless_push_does_not_keep_the_engine_stepping(engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     p = engine("kv_producer")
-    monkeypatch.setattr(unreported_aborts, "ABORT_REPORT_S", 5.0)
+    monkeypatch.setattr(unreported_aborts, "ABORT_REPORT_S", 2.0)
     monkeypatch.setattr(Pushes, "is_draining", True)
     p.prefill("r-1", TOKENS)
     p.step()

@@ -79,6 +79,8 @@ class EngineHost(Logged):
         self.idle_blocks = 0
         self.log_start = 0
         """The log's size in characters when the test began to use this host."""
+        self.met: set[EngineHost] = set()
+        """The engines to which `introduce` has pushed."""
         self._request_ids: list[str] = []
         self._seq = 0
         self._replies: dict[int, tuple[str, Any]] = {}

@@ -166,8 +166,10 @@ def started_on_p(d: EngineHost) -> float:
 
 
 def introduce(p: EngineHost, d: EngineHost) -> None:
-    """Push once: the first push between two engines waits for their handshake. Later ones stream."""
-    send(p, d, prompt(33, seed=1 << 20), "late").outcome()
+    """Push once if none of the two knows the other: the first push waits for their handshake. Later ones stream."""
+    if d not in p.met:
+        send(p, d, prompt(33, seed=1 << 20), "late").outcome()
+        p.met.add(d)
 
 
 def check(outcome: Outcome, reference: Reference) -> None:

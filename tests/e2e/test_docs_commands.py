@@ -117,7 +117,7 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("bench.servers.engines.ForkServer", fork_server)
     monkeypatch.setattr("bench.demo.__main__.ANSWER_TOKENS", 4)
-    done = CliRunner().invoke(app, ["--prompts", "1", "--prompt-tokens", "600", "--json", "demo.json"])
+    done = CliRunner().invoke(app, ["--prompts", "1", "--prompt-tokens", "300", "--json", "demo.json"])
     assert done.exit_code == 0, done.output
     modes = json.loads((tmp_path / "demo.json").read_text())["modes"]
     assert sorted(modes) == ["auto", "chunk", "layer", "request"]

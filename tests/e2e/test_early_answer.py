@@ -48,7 +48,7 @@ SERIAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Additions of sequential routers to P's body, and their changes in P's params for D."""
-TOKENS, LONG = 1500, 3000
+TOKENS, LONG = 1000, 2000
 patient = pytest.mark.timeout(600)
 
 

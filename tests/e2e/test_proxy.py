@@ -42,8 +42,8 @@ from tests.e2e.servedrig import scrape
 
 ANSWER = 6
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": ANSWER, "extra_body": {"ignore_eos": True}}
-TOKENS = 1500
-LONG = 3000
+TOKENS = 1000
+LONG = 2000
 patient = pytest.mark.timeout(900)
 
 

@@ -50,7 +50,7 @@ from tests.support.rays import HOST, PORT, Completion, ray_in_place
 ROOT = Path(__file__).parents[2]
 ROUTER = ROOT / "build" / "vllm-router" / "bin" / "vllm-router"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
-TOKENS = 1500
+TOKENS = 1000
 END = SPECIAL_TOKENS.index("</s>")
 UNKNOWN_S = 8
 """P's `unknown_request_timeout_s`: the longest wait for a request that P has refused, and for one on a busy machine."""

@@ -14,10 +14,10 @@ from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, FailedLoad, trans
 
 Packing = Literal["auto", "gather"]
 
-PEER_TIMEOUT_S = 8
+PEER_TIMEOUT_S = 5
 WRITE_TIMEOUT_S = 4
 LEASE_S = 2
-REGISTRATION_TIMEOUT_S = 8
+REGISTRATION_TIMEOUT_S = 6
 UNKNOWN_S = 3
 # Seconds that a test allows on top of a deadline, for a busy machine.
 GRACE_S = 10.0

@@ -49,8 +49,12 @@ def _clone(value: Any, copies: dict[int, Any]) -> Any:
         copy = value.copy()
     else:
         copy = object.__new__(kind)
-        slots = kind.__slots__ if not hasattr(value, "__dict__") else ()
-        for name, each in ((name, getattr(value, name)) for name in slots) if slots else vars(value).items():
-            object.__setattr__(copy, name, each if _shared[type(each)] else _clone(each, copies))
+        if hasattr(value, "__dict__"):
+            members = vars(value).items()
+            vars(copy).update({name: each if _shared[type(each)] else _clone(each, copies) for name, each in members})
+        else:
+            for name in kind.__slots__:
+                each = getattr(value, name)
+                object.__setattr__(copy, name, each if _shared[type(each)] else _clone(each, copies))
     copies[id(value)] = copy
     return copy

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from layerpush.core.write import Write
 from layerpush.transport.base import DescriptorIds
 from layerpush.transport.link import DirectPlanner, Link
-from tests.connector.conftest import LISTENER
+from tests.connector.conftest import LISTENER, RETRY
 from tests.connector.ranks.topology import Case, Side, Topology, cases
 
 
@@ -30,6 +30,7 @@ def folder(world: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")  # vLLM transfers no other
         patched.setattr(f"{LISTENER}.WAIT_S", 0.01)  # an engine's shutdown waits so long
+        patched.setattr(RETRY, 0.1)
         yield tmp_path_factory.mktemp("models")
     gc.unfreeze()
     torch.set_num_threads(threads)
