@@ -17,7 +17,10 @@ class LoadParked:
 
 @dataclass(frozen=True, slots=True)
 class LoadKept:
-    """A load is over on a rank without all of its KV. That of the prompt's first ``tokens`` tokens has landed there."""
+    """A load is over on a rank without all of its KV. That of the prompt's first ``tokens`` tokens has landed there.
+
+    It comes before the rank reports the load to vLLM. A rank that has all of the KV sends none.
+    """
 
     request_id: str
     tokens: int

@@ -80,7 +80,7 @@ class Outcomes:
         self._recorder.record_ended(Ended(record.request_id, LOADS.key, outcome, times=times))
         settled = {"loaded": "completed", "aborted": "cancelled", "unregistered": "cancelled"}.get(outcome, "failed")
         record.settle(settled, reason, now)
-        if kept:
+        if outcome != "loaded":
             record.kept_tokens = kept
             self.report(LoadKept(record.request_id, kept))
         if outcome == "unregistered":

@@ -22,6 +22,7 @@ from layerpush.core.load_news import LoadCleared, LoadKept, LoadParked, LoadToke
 from layerpush.core.request_names import Arrived
 from layerpush.core.wire import PROTOCOL_VERSION
 from layerpush.engine.scheduler.scheduler import LayerwisePushScheduler
+from layerpush.telemetry.metrics.catalog import KEPT_TOKENS, NO_LABEL, Metric
 from tests.connector.conftest import PORTS
 from tests.connector.engine import BLOCK_SIZE, BLOCKS, HEAD_SIZE, HEADS, NAMES, cache_config, config_of
 
@@ -626,6 +627,20 @@ def test_the_digest_covers_all_that_a_prompt_is() -> None:
     assert digest(backoff=1, prompt_embeds=numbers) is None, "P may have dropped the last of them"
 
 
+def counts(d: Decode, metric: Metric) -> list[int]:
+    """A list that gets each later count of this metric."""
+    recorder, counted = d.scheduler.connector.connector_scheduler.metrics.recorder, []
+    count = recorder.count
+
+    def listed(which: Metric, value: str = NO_LABEL, number: int = 1) -> None:
+        if which is metric:
+            counted.append(number)
+        count(which, value, number)
+
+    recorder.count = listed
+    return counted
+
+
 def number_of(d: Decode) -> int:
     (registration,) = d.metadata.push_registrations.values()
     return int(registration["number"])
@@ -634,6 +649,7 @@ def number_of(d: Decode) -> int:
 @pytest.mark.parametrize(("policy", "ended"), [("fail", "failed"), ("fail", "parked"), ("recompute", "aborted")])
 def test_what_has_landed_of_a_failed_load_is_in_the_prefix_cache(decode: Build, policy: str, ended: str) -> None:
     d = decode(policy=policy, caching=True)
+    counted = counts(d, KEPT_TOKENS)
     d.decode("r")
     d.step()
     if ended == "aborted":
@@ -647,18 +663,30 @@ def test_what_has_landed_of_a_failed_load_is_in_the_prefix_cache(decode: Build, 
         d.step(report=WorkerReport([LoadCleared("r", 0)]))
     d.finish()
     assert d.free_blocks == IDLE
+    assert counted == [CACHED]
 
 
-@pytest.mark.parametrize(("second", "kept"), [((), 0), ((LoadKept("r", CACHED),), CACHED)])
-def test_a_prefix_is_kept_if_it_has_landed_on_every_rank(
-    decode: Build, second: tuple[LoadKept, ...], kept: int
-) -> None:
+def test_kept_tokens_count_without_those_that_were_in_the_cache(decode: Build) -> None:
+    d = decode(policy="fail", caching=True)
+    counted = counts(d, KEPT_TOKENS)
+    d.add("warm", list(range(3, 3 + CACHED)))
+    d.run("warm")
+    for request_id, landed in (("none", 0), ("old", CACHED), ("new", CACHED + BLOCK_SIZE)):
+        d.decode(request_id)
+        d.step()
+        assert len(d.registered()) == 7 - CACHED // BLOCK_SIZE
+        d.step(report=WorkerReport([LoadKept(request_id, landed)]), failed=(request_id,))
+    assert counted == [BLOCK_SIZE]
+
+
+@pytest.mark.parametrize(("second", "least"), [(None, CACHED), (0, 0), (CACHED - BLOCK_SIZE, CACHED - BLOCK_SIZE)])
+def test_ranks_keep_the_least_of_what_has_landed_on_each(decode: Build, second: int | None, least: int) -> None:
+    """A rank that reports nothing has the whole prompt."""
     d = decode(caching=True)
-    d.scheduler.connector.connector_scheduler._ranks = 2
     d.decode("r")
-    d.step(report=WorkerReport([LoadKept("r", TOKENS)]))
-    d.step(report=WorkerReport(second) if second else None, failed=("r",))
-    assert d.step().num_scheduled_tokens["r"] == TOKENS - kept
+    d.step(report=WorkerReport([LoadKept("r", CACHED)]))
+    d.step(report=None if second is None else WorkerReport([LoadKept("r", second)]), failed=("r",))
+    assert d.step().num_scheduled_tokens["r"] == TOKENS - least
 
 
 def test_a_failed_load_goes_on_from_what_has_landed(decode: Build) -> None:

@@ -135,6 +135,7 @@ class Engine:
         self.misfit: str | None = None
         self.declined: list[Decline] = []
         self.reports: list[tuple[str, str]] = []
+        self.kept: list[tuple[str, int]] = []
         self.on_report: Callable[[str, str], None] = lambda _, __: None
 
     def knows(self, request_id: str) -> bool:
@@ -167,7 +168,7 @@ class Engine:
             case LoadCleared():
                 self._note("cleared", news.request_id)
             case LoadKept():
-                self._note(f"kept {news.tokens}", news.request_id)
+                self.kept.append((news.request_id, news.tokens))
             case _:
                 assert isinstance(news, LoadCompleted)
 
@@ -1147,12 +1148,22 @@ def test_a_turn_looks_at_no_load_that_is_not_due(monkeypatch: pytest.MonkeyPatch
     assert len(looks) == 100
 
 
-@pytest.mark.parametrize(("number", "named", "kept"), [(7, 7, [("kept 64", "r")]), (7, 6, []), (0, 0, [])])
-def test_a_prefix_of_another_registration_does_not_count(number: int, named: int, kept: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize(("number", "named", "kept"), [(7, 7, 64), (7, 6, 0), (0, 0, 0)])
+def test_a_prefix_of_another_registration_does_not_count(number: int, named: int, kept: int) -> None:
     world = World()
     world.engine.known.add("r")
     world.loads.register(replace(registration(), number=number), P, EXTRA, world.now)
     world.settle()
     world.receives(PrefixLanded("r", named, 64))
     world.receives(Fail("r", 0, "cut off", drained=True))
-    assert world.engine.reports == [*kept, ("failed", "r")]
+    assert world.engine.kept == [("r", kept)]
+    assert world.engine.reports == [("failed", "r")]
+
+
+def test_a_rank_that_has_all_of_the_kv_says_nothing_of_a_prefix() -> None:
+    world = World()
+    world.awaits("whole")
+    world.receives(Completion("whole", 1))
+    assert world.engine.reports == [("loaded", "whole")]
+    world.loads.refuse("refused", "it is of no use", world.now)
+    assert world.engine.kept == [("refused", 0)]

@@ -28,6 +28,10 @@ class PrefixHits:
         """vLLM's own prefix cache has the first ``tokens`` tokens, in whole blocks. A later lookup replaces it."""
         self._hits[request_id] = tokens
 
+    def hit(self, request_id: str) -> int:
+        """The hit of a request that is not scheduled yet, in tokens."""
+        return self._hits.get(request_id, 0)
+
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._hits.pop(request_id, None)

@@ -119,10 +119,10 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._traces_requests = traces_requests(vllm_config)
         self._unplaced: dict[str, Request] = {}
         """Requests that vLLM has looked at in this step, and that have no blocks yet."""
-        self._loading: dict[str, Request] = {}
-        """Requests whose load is not over, finished ones among them."""
-        self._kept: dict[str, list[int]] = {}
-        """By request id: the prompt's first tokens whose KV stays, from each rank on which the load has failed."""
+        self._loading: dict[str, tuple[Request, int]] = {}
+        """Requests whose load is not over, finished ones among them, each with its prefix-cache hit in tokens."""
+        self._kept: dict[str, int] = {}
+        """By request id: the least of the prompt's first tokens whose KV stays, of the ranks whose load has failed."""
         self._numbers = itertools.count(1)
         self._attempts: dict[str, int] = {}
         self._answered: set[str] = set()
@@ -146,7 +146,6 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._trace = TraceFile(config.trace_dir if self.receives else None, engine_id, SCHEDULER_RANK)
         self.metrics.total(DROPPED_RECORDS, lambda: {"trace": self._trace.dropped})
         ranks = vllm_config.parallel_config.world_size // vllm_config.parallel_config.prefill_context_parallel_size
-        self._ranks = ranks
         self.postponed = PostponedLoads(ranks)
         self._ended = EndedCounts(ranks, self.metrics.recorder)  # one rank of a prefill context parallel group pushes
         self._hand_overs = HandOvers(engine_id, self.metrics.recorder, self._trace.write_record)
@@ -269,7 +268,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             attempt=self._attempts.get(request.request_id, 0),
             number=next(self._numbers) if self._keeps_prefixes else 0,
         )
-        self._loading[request.request_id] = request
+        self._loading[request.request_id] = request, self._prefix_hits.hit(request.request_id)
         self.awaited.await_push(request.request_id, staged.blocks, time.perf_counter())
         self._hand_overs.request_registered(request)
 
@@ -304,11 +303,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
             self._reported(each, now)
         self.awaited.loads_ended(received)
         for request_id in received:
-            request, kept = self._loading.pop(request_id, None), self._kept.pop(request_id, [])
-            if request is not None and len(kept) == self._ranks:
-                self._keep_prefix(request, min(kept))
-            if self.postponed.load_ended(request_id) and request is not None:
-                self._wait_again(request)
+            loading, kept = self._loading.pop(request_id, None), self._kept.pop(request_id, 0)
+            if loading is not None:
+                self._keep_prefix(*loading, kept)
+            if self.postponed.load_ended(request_id) and loading is not None:
+                self._wait_again(loading[0])
         self._hand_overs.loads_reported(received, connector_output.failed_recving, now)
         if self.first_tokens is not None:
             self.first_tokens.loads_ended(received)
@@ -318,7 +317,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             case LoadParked():
                 self.awaited.block_holds.park(news.request_id, news.rank)
             case LoadKept():
-                self._kept.setdefault(news.request_id, []).append(news.tokens)
+                self._kept[news.request_id] = min(news.tokens, self._kept.get(news.request_id, news.tokens))
             case LoadCleared():
                 self.awaited.block_holds.clear(news.request_id, news.rank)
             case LoadCompleted():
@@ -340,16 +339,15 @@ class LayerwisePushScheduler(VllmPushScheduler):
             case _:
                 assert_never(news)
 
-    def _keep_prefix(self, request: Request, tokens: int) -> None:
-        """A load has failed, and the KV of the prompt's first ``tokens`` tokens has landed. It goes into the prefix
-        cache: there the request finds it, or one that tries again.
+    def _keep_prefix(self, request: Request, cached: int, tokens: int) -> None:
+        """A load has ended. The KV of the prompt's first ``tokens`` tokens stays although it has failed; of ``cached``
+        tokens it was in the prefix cache before. It goes there: the request finds it, or one that tries again.
         """
-        if not self._keeps_prefixes:
-            return
         tokens = min(tokens, request.num_prompt_tokens)
         tokens -= tokens % max(self._kinds.block_sizes)
-        self._cache_manager.cache_blocks(request, tokens)
-        self.metrics.recorder.count(KEPT_TOKENS, number=tokens)
+        if tokens > cached:
+            self._cache_manager.cache_blocks(request, tokens)
+            self.metrics.recorder.count(KEPT_TOKENS, number=tokens - cached)
 
     def _wait_again(self, request: Request) -> None:
         """A load has given way: its request waits for blocks, and is registered again."""

@@ -211,7 +211,7 @@ KEPT_TOKENS = Metric(
     "kept_tokens",
     Kind.COUNTER,
     Side.DECODE,
-    "Tokens of prompts whose load failed or was aborted: their KV had landed, and is in the prefix cache.",
+    "Tokens of prompts whose load failed or was aborted: their KV had landed, and is in the prefix cache since then.",
 )
 HAND_OVER = Metric(
     "hand_over_seconds",

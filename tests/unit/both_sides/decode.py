@@ -274,6 +274,8 @@ class DecodeEngine(Process):
         """The prefix cache has these blocks from now on, whatever becomes of the others."""
         load = self.loads[request_id]
         assert load.outcome is None
+        if not tokens:
+            return
         assert tokens % BLOCK_SIZE == 0
         assert 0 < tokens < load.prompt.tokens
         load.kept = tokens // BLOCK_SIZE - (load.prompt.blocks - len(load.blocks))
