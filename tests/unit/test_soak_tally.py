@@ -30,13 +30,14 @@ def request(
     p_kv: KvDigest | None = KV,
     d_kv: KvDigest | None = KV,
     load_failed: bool = False,
+    kept: bool = False,
 ) -> SoakRequest:
     plan = dataclasses.replace(RequestPlan(0, ()).next(), max_tokens=3)
     p = Leg("P", "P1", plan.token_ids, 1, state=State.FINISHED, expected=RIGHT)
     p.output, p.record = Finished("r", tokens[:1], None, "length"), Record(p_kv, False)
     d = Leg("D", "D1", plan.token_ids, 3, state=d_state, expected=RIGHT if d_state is State.FINISHED else None)
     d.output = Finished("r", tokens, None, "length") if d_state is State.FINISHED else None
-    d.record = Record(d_kv, load_failed)
+    d.record = Record(d_kv, load_failed, kept)
     made = SoakRequest(plan, "r", p, d, sent_at=1.0, ended_at=2.0)
     made.compare_kv()
     return made
@@ -61,6 +62,7 @@ def accounted(made: SoakRequest, *, disturbed: bool = True) -> Tally:
     [
         (request(), Outcome.COMPLETED),
         (request(load_failed=True), Outcome.RECOMPUTED),
+        (request(load_failed=True, kept=True), Outcome.KEPT),
         (request(State.FAILED), Outcome.FAILED),
         (request(State.ABORTED), Outcome.ABORTED),
         (request(State.LOST), Outcome.LOST),
@@ -154,6 +156,7 @@ def test_faults_count_as_survived_if_their_round_had_no_problem():
 def test_a_recompute_without_a_reason_is_noted():
     assert accounted(request(load_failed=True), disturbed=True).unexplained == []
     assert len(accounted(request(load_failed=True), disturbed=False).unexplained) == 1
+    assert len(accounted(request(load_failed=True, kept=True), disturbed=False).unexplained) == 1
     struck = request(State.FAILED)
     struck.faults.add(KINDS[0].name)
     assert accounted(struck, disturbed=False).unexplained == []

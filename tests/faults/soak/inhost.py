@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e import probes, wirefaults
+from tests.e2e.enginespec import BLOCK_SIZE
 from tests.e2e.results import KvDigest
 from tests.faults.soak import scripted
 
@@ -24,10 +25,11 @@ WAITING_REGISTRATIONS = "._claims.waiting."
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """An engine's record of a finished request."""
+    """An engine's record of a finished request. ``kept``: a part of what had landed of a failed load was kept."""
 
     digest: KvDigest | None
     load_failed: bool
+    kept: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Notebook:
     def __init__(self, scheduler: Any, free_blocks: int) -> None:
         self.free_blocks = free_blocks
         self.failed_loads: set[str] = set()
+        self.kept: set[str] = set()
         handle_failed = scheduler._handle_failed_recving
 
         def remember_failed(request_ids: set[str]) -> Any:
@@ -57,6 +60,20 @@ class Notebook:
             return handle_failed(request_ids)
 
         scheduler._handle_failed_recving = remember_failed
+        from layerpush.compat.patches import our_connectors
+
+        for connector, _ in our_connectors(scheduler.connector):
+            self._watch_kept(connector.connector_scheduler)
+
+    def _watch_kept(self, connector: Any) -> None:
+        keep = connector._keep_prefix
+
+        def remember_kept(request: Any, cached: int, tokens: int) -> None:
+            if tokens - tokens % BLOCK_SIZE > cached:
+                self.kept.add(request.request_id)
+            keep(request, cached, tokens)
+
+        connector._keep_prefix = remember_kept
 
 
 _NOTEBOOKS: list[Notebook] = []  # this process has one
@@ -78,9 +95,11 @@ def collect(host: HostedEngine, request_ids: Sequence[str]) -> dict[str, Record]
         internal = host._internal.pop(request_id, None)
         mine = [known for known in _known_ids(host) if known.startswith(f"{request_id}-") or known == request_id]
         digest = watch.digests.get(internal) if watch is not None and internal is not None else None
-        records[request_id] = Record(digest, any(known in notebook.failed_loads for known in mine))
+        failed, kept = (not noted.isdisjoint(mine) for noted in (notebook.failed_loads, notebook.kept))
+        records[request_id] = Record(digest, failed, kept)
         for known in mine:
             notebook.failed_loads.discard(known)
+            notebook.kept.discard(known)
             if watch is not None:
                 for table in (watch.digests, watch._tables, watch._registered):
                     table.pop(known, None)
@@ -137,7 +156,7 @@ def left_in(
 
 def _known_ids(host: HostedEngine) -> set[str]:
     notebook = _NOTEBOOKS[0]
-    known = set(notebook.failed_loads)
+    known = notebook.failed_loads | notebook.kept
     if host.watch is not None:
         known |= set(host.watch.digests) | set(host.watch._tables) | set(host.watch._registered)
     return known

@@ -17,6 +17,7 @@ class Outcome(Enum):
 
     COMPLETED = "completed"
     RECOMPUTED = "recomputed"
+    KEPT = "computed from a kept prefix"
     FAILED = "failed cleanly"
     ABORTED = "aborted"
     LOST = "lost with an engine that the soak ended"
@@ -92,8 +93,9 @@ class SoakRequest:
         if self.hung or not leg.over:
             return Outcome.HUNG
         if leg.state is State.FINISHED:
-            failed = leg.record is not None and leg.record.load_failed
-            return Outcome.RECOMPUTED if failed else Outcome.COMPLETED
+            if leg.record is None or not leg.record.load_failed:
+                return Outcome.COMPLETED
+            return Outcome.KEPT if leg.record.kept else Outcome.RECOMPUTED
         return {State.ABORTED: Outcome.ABORTED, State.LOST: Outcome.LOST}.get(leg.state, Outcome.FAILED)
 
     def compare_kv(self) -> list[tuple[int, int]]:

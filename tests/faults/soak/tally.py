@@ -102,7 +102,7 @@ class Tally:
                 f"{request.request_id}: {request.differing_cells} of {request.compared_cells} (layer, block) cells "
                 f"of its KV differ between {request.p.engine} and {request.d.engine}",
             )
-        undone = request.outcome in (Outcome.RECOMPUTED, Outcome.FAILED)
+        undone = request.outcome in (Outcome.RECOMPUTED, Outcome.KEPT, Outcome.FAILED)
         if undone and not disturbed and not request.faults:
             self.unexplained.append(f"{request.request_id} {request.outcome.value}: {request.d.error or 'load failed'}")
 
