@@ -34,12 +34,12 @@ OTHERS = range(50_000, 60_000)
 """Token ids that no awaited prompt has."""
 
 
-Attention = Literal["full", "window", "chunk"]
+Attention = Literal["full", "window", "chunk", "state"]
 T = TypeVar("T")
 
 
 def windowed_config(attention: Attention, window: int = WINDOW) -> Any:
-    """Half of the layers attend to a sliding window only, or to their own chunk of the prompt."""
+    """Half of the layers attend to a sliding window only, or to their own chunk of the prompt, or have a state."""
     import torch
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -47,6 +47,7 @@ def windowed_config(attention: Attention, window: int = WINDOW) -> Any:
         KVCacheConfig,
         KVCacheGroupSpec,
         KVCacheTensor,
+        MambaSpec,
         SlidingWindowSpec,
     )
 
@@ -54,12 +55,18 @@ def windowed_config(attention: Attention, window: int = WINDOW) -> Any:
         "block_size": BLOCK_SIZE, "num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32,
     }  # fmt: skip
     full = FullAttentionSpec(**shape)
-    part = (
-        SlidingWindowSpec(sliding_window=window, **shape)
-        if attention == "window"
-        else ChunkedLocalAttentionSpec(attention_chunk_size=window, **shape)
-    )
     page = full.page_size_bytes
+    part = {
+        "window": lambda: SlidingWindowSpec(sliding_window=window, **shape),
+        "chunk": lambda: ChunkedLocalAttentionSpec(attention_chunk_size=window, **shape),
+        "state": lambda: MambaSpec(
+            block_size=BLOCK_SIZE,
+            shapes=((3, 8), (8, 8)),
+            dtypes=(torch.float32,) * 2,
+            page_size_padded=page,
+            mamba_cache_mode="align",
+        ),
+    }[attention]()
     tensor = KVCacheTensor(
         size=2 * page * BLOCKS, layers=NAMES[:2], offset=0, layer_stride=page * BLOCKS, block_stride=page
     )
@@ -707,7 +714,9 @@ def test_numbers_of_registrations_differ(decode: Build) -> None:
     assert number_of(d) != first
 
 
-@pytest.mark.parametrize(("caching", "attention"), [(False, "full"), (True, "window"), (True, "chunk")])
+@pytest.mark.parametrize(
+    ("caching", "attention"), [(False, "full"), (True, "window"), (True, "chunk"), (True, "state")]
+)
 def test_d_asks_for_no_prefix_that_is_of_no_use(decode: Build, caching: bool, attention: Attention) -> None:
     d = decode(caching=caching, attention=attention)
     d.decode("r")

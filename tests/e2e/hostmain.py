@@ -58,7 +58,7 @@ class HostedEngine:
         self.free_running = True
         self.notifications = NotificationWatch()
         self.faults: WireFaults | None = None
-        self.scheduled_tokens = Counter[str]()
+        self.scheduled_tokens: Counter[str] | None = None
         fields = spec.transfer_fields(trace_dir)
         config = None if fields is None else KVTransferConfig(engine_id=engine_id, **fields)
         options = spec.engine_options(model)

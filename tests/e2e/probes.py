@@ -69,9 +69,11 @@ def computed_tokens(host: HostedEngine, request_id: str) -> int:
 
 def count_scheduled_tokens(host: HostedEngine) -> None:
     """Count the tokens that the scheduler gives to each request from now on, in place of the last counts."""
-    counts = host.scheduled_tokens = Counter()
-    vars(host.scheduler).pop("schedule", None)
-    schedule = host.scheduler.schedule
+    if host.scheduled_tokens is not None:
+        host.scheduled_tokens.clear()
+        return
+    counts, schedule = Counter[str](), host.scheduler.schedule
+    host.scheduled_tokens = counts
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
@@ -83,7 +85,14 @@ def count_scheduled_tokens(host: HostedEngine) -> None:
 
 def scheduled_tokens(host: HostedEngine, base_request_id: str) -> int:
     """The tokens that a request was given since ``count_scheduled_tokens``."""
-    return sum(count for name, count in host.scheduled_tokens.items() if name.startswith(base_request_id))
+    counts = host.scheduled_tokens or {}
+    return sum(count for name, count in counts.items() if name.startswith(base_request_id))
+
+
+def preempt_all(host: HostedEngine) -> bool:
+    """Preempt all requests that run."""
+    done: bool = host.llm.reset_prefix_cache(reset_running_requests=True)
+    return done
 
 
 def preemptions(host: HostedEngine, request_id: str) -> int:

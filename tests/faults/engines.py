@@ -49,9 +49,10 @@ P_NEAR = _prefill("P-near", allowed_hosts=["127.0.0.1"])
 P_ELSEWHERE = _prefill("P-elsewhere", allowed_hosts=["192.0.2.1"])
 D = _decode("D-recompute", "recompute")
 D_FAIL = _decode("D-fail", "fail")
-KEEPS = (("enable_prefix_caching", True),)
-D_KEEPS = dataclasses.replace(_decode("D-keeps", "recompute"), options=(*SMALL_CACHE, *KEEPS))
-D_FAIL_KEEPS = dataclasses.replace(_decode("D-fail-keeps", "fail"), options=(*SMALL_CACHE, *KEEPS))
+KEEPS = (*SMALL_CACHE, ("enable_prefix_caching", True))
+KEEPS_TIMEOUT_S = 5
+D_KEEPS = dataclasses.replace(_decode("D-keeps", "recompute", peer_timeout_s=KEEPS_TIMEOUT_S), options=KEEPS)
+D_FAIL_KEEPS = dataclasses.replace(_decode("D-fail-keeps", "fail", peer_timeout_s=KEEPS_TIMEOUT_S), options=KEEPS)
 D_HASTY = _decode("D-hasty", "recompute", push_registration_timeout=REGISTRATION_TIMEOUT_S)
 DECODERS = (D, D_FAIL)
 FULL_DECODERS = tuple(

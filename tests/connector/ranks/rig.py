@@ -47,7 +47,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -55,13 +55,13 @@ from bench.servers.model import ModelShape
 from layerpush.compat import pieces
 from tests.connector.conftest import PORTS
 from tests.connector.engine import block_hasher, config_of
-from tests.connector.ranks.topology import LAYERS, Kind, Side, Topology
+from tests.connector.ranks.topology import CHUNK, LAYERS, Kind, Side, Topology
 from tests.connector.runners import V1Runner
 from tests.e2e.models import CHANGES
 from tests.support.totals import Totals
 from tests.support.waiting import until
 
-BLOCKS, CHUNK, MAX_TOKENS = 48, 96, 512
+BLOCKS, MAX_TOKENS = 48, 512
 HEAD_SIZE, LATENT, INDEX, WINDOW = 32, 48, 20, 80
 LAYERPUSH = {"granularity": "layer", "packing": "off"}
 POISON = 0xA5
@@ -78,7 +78,7 @@ class Result:
 
     ``compared`` counts the bytes of D that had to change, ``needed`` those of the blocks around them, and ``sent`` the
     bytes that each rank of P wrote. ``repeated`` of them are of states, and another rank of P sends them, too.
-    ``differing`` names the ranks of D with wrong bytes.
+    ``differing`` names the ranks of D with wrong bytes. ``kept`` are the tokens that D had in its prefix cache.
     """
 
     mode: str
@@ -86,6 +86,7 @@ class Result:
     compared: int = 0
     needed: int = 0
     repeated: int = 0
+    kept: int = 0
     sent: list[int] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
 
@@ -343,7 +344,7 @@ class Engine:
             async_scheduling=False,
         )
         config.cache_config.block_size = side.block_size  # vLLM's CPU platform would change MLA's
-        config.cache_config.enable_prefix_caching = topology.cached > 0
+        config.cache_config.enable_prefix_caching = topology.caches
         config.cache_config.kv_cache_layout = side.layout
         config.scheduler_config.max_num_batched_tokens = CHUNK if self.is_p else MAX_TOKENS
         config.scheduler_config.enable_chunked_prefill = True
@@ -376,13 +377,27 @@ class Engine:
         self.finished: set[str] = set()
 
     def add(self, request_id: str, params: dict[str, Any] | None, tokens: int) -> None:
+        self.requests[request_id] = self.request(request_id, params, tokens)
+        self.scheduler.add_request(self.requests[request_id])
+
+    def request(self, request_id: str, params: dict[str, Any] | None, tokens: int) -> Request:
         answer = 1 if self.is_p else 2
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True, extra_args={"kv_transfer_params": params})
         sampling.update_from_generation_config({}, None)
-        hasher = block_hasher(self._hashed_tokens) if self.topology.cached else None
-        prompt = list(range(3, 3 + tokens))
-        self.requests[request_id] = Request(request_id, prompt, sampling, None, block_hasher=hasher)
-        self.scheduler.add_request(self.requests[request_id])
+        hasher = block_hasher(self._hashed_tokens) if self.topology.caches else None
+        return Request(request_id, list(range(3, 3 + tokens)), sampling, None, block_hasher=hasher)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def cached(self, tokens: int) -> int:
+        """The tokens of a prompt that are in the prefix cache."""
+        return int(self.scheduler.kv_cache_manager.get_computed_blocks(self.request("question", None, tokens))[1])
+
+    def landed(self, request_id: str) -> list[int]:
+        """The first tokens of a load's prompt that each rank knows to have landed."""
+        workers = [rank.connector.connector_worker for rank in self.ranks]
+        return [worker.loads._open[request_id].session.landed_tokens for worker in workers]
 
     def blocks(self, request_id: str) -> list[list[int]]:
         """The request's blocks in each KV cache group."""
@@ -542,6 +557,11 @@ def _run(topology: Topology, folder: Path, engines: list[Engine], lines: Lines) 
         for d in ds:
             d.add("warm", None, topology.cached)
         step_until(lambda: all("warm" in d.finished for d in ds), "a prompt in the prefix cache")
+    if topology.steps:
+        push_a_part(topology, ps[0], ds[0], step_until)
+    for rank in [rank for engine in engines for rank in engine.ranks]:
+        rank.agent.sent = 0
+    kept = ds[0].cached(topology.tokens) if topology.steps else 0
     before = {d: [rank.memory.clone() for rank in d.ranks] for d in ds}
     prompts = []
     for (i, p), (j, d) in product(enumerate(ps), enumerate(ds)):
@@ -561,6 +581,7 @@ def _run(topology: Topology, folder: Path, engines: list[Engine], lines: Lines) 
     result = Result("by layer" if by_layer else "whole", "; ".join(fallbacks))
     if any(one.failed for one in prompts):
         result = Result("refused", "\n".join(lines.lines))
+    result.kept = kept
     result.sent = [rank.agent.sent for p in ps for rank in p.ranks]
     result.repeated = max(0, topology.p.tp - topology.d.tp) * ps[0].ranks[0].same_bytes
     p, d = (engine.ranks[0].connector.connector_worker for engine in (ps[0], ds[0]))
@@ -570,6 +591,23 @@ def _run(topology: Topology, folder: Path, engines: list[Engine], lines: Lines) 
         for rank, memory in zip(d.ranks, memories, strict=True):
             judge(rank, memory, [one for one in prompts if one.d is d], topology.pushed_tokens, piece, result)
     return result
+
+
+def push_a_part(
+    topology: Topology, p: Engine, d: Engine, step_until: Callable[[Callable[[], bool], str], None]
+) -> None:
+    """P aborts a push after some steps, when all of their KV has landed."""
+    filled = topology.steps * CHUNK // topology.p.block_size * topology.p.block_size
+    if topology.has_windows:
+        filled = 0
+    d.add("part", d.params_from(p, "part"), topology.tokens)
+    step_until(lambda: p.registrations > 0, "a registration on all ranks of P")
+    p.add("part", {"do_remote_decode": True, "do_remote_prefill": False}, topology.tokens)
+    for _ in range(topology.steps):
+        p.step()
+    until(lambda: set(d.landed("part")) == {filled}, "a prefix on all ranks of D", DEADLINE_S)
+    p.abort("part")
+    step_until(lambda: "part" in d.failed, "the end of a part of a push")
 
 
 def judge(

@@ -82,6 +82,42 @@ def test_any_pair_of_engines_is_right_or_refused(folder: Path, data: st.DataObje
     assert result.mode != "refused" or result.reason
 
 
+TWO, FOUR, OF_64 = Side(tp=2), Side(tp=4), Side(block_size=64)
+HALVES = (
+    (Topology(p=TWO, d=OF_64), 64),  # D's second block has landed in part
+    (Topology("mla", Side(tp=2, block_size=64), cached=32), 64),  # each rank of P sends some of the blocks
+    (Topology("mixed"), 0),
+    (Topology(d=TWO), 96),
+    (Topology(p=TWO, d=FOUR, cached=64), 96),
+    (Topology(heads=2, p=FOUR), 96),
+    (Topology(p=OF_64), 64),
+    (Topology(p=Side(block_size=64), d=Side(block_size=96)), 0),
+    (Topology(p=Side(block_size=96), d=Side(block_size=64)), 64),
+    (Topology(p=TWO, d=Side(tp=4, block_size=64)), 64),
+    (Topology(p=Side(pp=2), d=TWO), 96),
+    (Topology("mla", Side(tp=4), TWO), 96),
+    (Topology("mla", Side(pcp=2, tp=2)), 96),
+    (Topology("indexer", TWO), 96),
+    (Topology("mla", *[Side(block_size=16, layout="BLHNC")] * 2), 96),
+    (Topology(p=Side(layout="BLNHC", block_size=64), d=Side(layout="BLNHC")), 64),
+)
+
+
+@pytest.mark.parametrize(
+    ("topology", "kept"),
+    [pytest.param(*half, marks=() if index < 4 else pytest.mark.exhaustive) for index, half in enumerate(HALVES)],
+    ids=str,
+)
+def test_what_has_landed_is_kept_in_whole_blocks(topology: Topology, kept: int, folder: Path) -> None:
+    """P sends the rest only, when the prompt comes again. All of D's KV is right."""
+    from tests.connector.ranks.rig import run
+
+    result = run(replace(topology, steps=1), folder)
+    assert result.differing == []
+    assert (result.mode, result.kept) == ("by layer", kept), result.reason
+    assert sum(result.sent) == result.needed > 0
+
+
 @pytest.mark.parametrize("fault", ["blocks change places", "a block of nobody is written"])
 def test_wrong_descriptors_are_seen(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.connector.ranks.rig import run

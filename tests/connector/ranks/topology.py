@@ -12,7 +12,7 @@ Kind = Literal["full", "window", "mixed", "mla", "indexer", "states", "gdn", "ml
 and gated delta nets, ``mla-gdn`` those beside MLA; ``only-states`` Mamba-2 and no attention.
 """
 
-LAYERS = 4
+LAYERS, CHUNK = 4, 96
 TABLE = Path(__file__).with_name("table.json")
 
 
@@ -41,7 +41,8 @@ class Topology:
 
     ``heads`` are the model's KV heads; MLA has one latent vector per token instead. D's prefix cache has the prompt's
     first ``cached`` tokens. ``groups`` are those of Mamba-2; ranks have the same one if there is one. A state
-    has a block for each of ``drafts`` behind the prompt's.
+    has a block for each of ``drafts`` behind the prompt's. P has aborted an earlier push of the prompt after ``steps``
+    steps of ``CHUNK`` tokens, if there are any.
     """
 
     kind: Kind = "full"
@@ -52,10 +53,20 @@ class Topology:
     cached: int = 0
     groups: int = 8
     drafts: int = 0
+    steps: int = 0
+
+    @property
+    def caches(self) -> bool:
+        """Whether the engines have prefix caches."""
+        return bool(self.cached or self.steps)
 
     @property
     def has_states(self) -> bool:
         return self.kind in ("states", "gdn", "mla-gdn", "only-states")
+
+    @property
+    def has_windows(self) -> bool:
+        return self.kind in ("window", "mixed")
 
     @property
     def has_latents(self) -> bool:
