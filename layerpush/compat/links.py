@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpe
 
 from layerpush.compat.cache_layout import state_parts
 from layerpush.compat.kinds import has_states, kinds_of
-from layerpush.compat.pieces import Cut, OtherBlocks, cut, moved_layer, size_difference
+from layerpush.compat.pieces import Cut, StridedEngine, cut, moved_layer, size_difference
 from layerpush.core.layout import CacheLayout
 from layerpush.core.replica import Replica
 from layerpush.core.write import MismatchError
@@ -60,7 +60,7 @@ def discover_link(
         for spec, local, remote in targets
     )
     found, remote = Cut(routes, _region_blocks(worker, engine_id)), worker.transfer_topo.get_engine_info(engine_id)
-    if isinstance(remote, OtherBlocks):
+    if isinstance(remote, StridedEngine):
         try:
             found = cut(worker, engine_id, remote, layout, routes)
         except MismatchError as error:
@@ -131,9 +131,9 @@ def mismatch(worker: NixlPushConnectorWorker, engine_id: str, layout: CacheLayou
     if (difference := size_difference(worker, remote)) is not None:
         if has_states(worker.kv_cache_config):
             return f"{difference}, and a model with Mamba layers needs equal ones"
-        if not isinstance(remote, OtherBlocks) or not remote.is_layerpush:
+        if not isinstance(remote, StridedEngine) or not remote.is_layerpush:
             return f"{difference}, and vLLM's push connector needs equal ones"
-    if isinstance(remote, OtherBlocks) and (layer := moved_layer(worker, remote, layout)) is not None:
+    if isinstance(remote, StridedEngine) and (layer := moved_layer(worker, remote, layout)) is not None:
         return f"its rows have {layer} at another place than ours"
     return None
 

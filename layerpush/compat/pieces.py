@@ -76,7 +76,7 @@ class Strided(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OtherBlocks(EngineTransferInfo):
+class StridedEngine(EngineTransferInfo):
     """vLLM's facts about an engine with other blocks, or with rows of several layers. vLLM's fields have our sizes; the
     engine's own are here.
 
@@ -93,7 +93,7 @@ class OtherBlocks(EngineTransferInfo):
     prepared: dict[int, Any] = field(default_factory=dict, compare=False)
 
 
-def other_blocks(
+def strided_engine(
     worker: NixlPushConnectorWorker,
     metadata: NixlAgentMetadata,
     tp_size: int,
@@ -101,7 +101,7 @@ def other_blocks(
     *,
     has_rows: bool,
     is_layerpush: bool,
-) -> OtherBlocks | None:
+) -> StridedEngine | None:
     """Register the facts of an engine with other blocks, before vLLM does, or of any engine if ours ``has_rows`` of
     several layers. None: its blocks are like ours, or the model has states. Handshake executor.
     """
@@ -112,10 +112,10 @@ def other_blocks(
     topology = worker.transfer_topo
     assert topology is not None
     known = topology._engines.get((metadata.engine_id, 0))
-    if isinstance(known, OtherBlocks) and (known.kernel_tokens, known.pages) == theirs and known.regions:
+    if isinstance(known, StridedEngine) and (known.kernel_tokens, known.pages) == theirs and known.regions:
         return known
     topology.unregister_remote_engine(metadata.engine_id)  # the facts of a handshake that failed
-    info = OtherBlocks(
+    info = StridedEngine(
         remote_tp_size=tp_size,
         remote_block_len=metadata.block_lens[0],
         remote_block_size=ours[0],
@@ -178,7 +178,7 @@ class Cut(NamedTuple):
 def cut(
     worker: NixlPushConnectorWorker,
     engine_id: str,
-    info: OtherBlocks,
+    info: StridedEngine,
     layout: CacheLayout | None,
     routes: Sequence[Route],
 ) -> Cut:
@@ -208,13 +208,13 @@ def cut(
     return Cut(own, tuple(region.blocks for region in regions[0]), pieces)
 
 
-def release(worker: NixlPushConnectorWorker, info: OtherBlocks) -> None:
+def release(worker: NixlPushConnectorWorker, info: StridedEngine) -> None:
     """Release our lists of descriptors in an engine's memory."""
     while info.prepared:
         worker.nixl_wrapper.release_dlist_handle(info.prepared.popitem()[1])
 
 
-def moved_layer(worker: NixlPushConnectorWorker, info: OtherBlocks, layout: CacheLayout | None) -> str | None:
+def moved_layer(worker: NixlPushConnectorWorker, info: StridedEngine, layout: CacheLayout | None) -> str | None:
     """A layer that an engine has at another place of its rows than we; None if there is none, or if it tells none."""
     if layout is None or not layout.parts or not info.places:
         return None
@@ -251,7 +251,7 @@ def _parts(layout: CacheLayout, regions: Sequence[Strided]) -> list[Strided]:
 def _pieces(
     worker: NixlPushConnectorWorker,
     engine_id: str,
-    info: OtherBlocks,
+    info: StridedEngine,
     layout: CacheLayout,
     routes: Sequence[Route],
     regions: Sequence[Sequence[Strided]],
@@ -298,14 +298,14 @@ def size_difference(worker: NixlPushConnectorWorker, info: EngineTransferInfo) -
     """In which block size a connected engine differs, as the beginning of a sentence; None if in none."""
     ours = worker.block_size, worker._physical_blocks_per_logical_kv_block
     theirs = info.remote_block_size, info.remote_physical_blocks_per_logical
-    if isinstance(info, OtherBlocks):
+    if isinstance(info, StridedEngine):
         theirs = info.kernel_tokens, info.pages
     if math.prod(theirs) != math.prod(ours):
         return f"its block size is {math.prod(theirs)} tokens, ours {math.prod(ours)}"
     return None if theirs == ours else f"its kernels' block size is {theirs[0]} tokens, ours {ours[0]}"
 
 
-def _caches(worker: NixlPushConnectorWorker, info: OtherBlocks, layout: CacheLayout) -> list[_Cache]:
+def _caches(worker: NixlPushConnectorWorker, info: StridedEngine, layout: CacheLayout) -> list[_Cache]:
     """The cache of each slot. Raises ``MismatchError``."""
     kernel, pages = worker.block_size, worker._physical_blocks_per_logical_kv_block
     kinds, what = CacheKinds(worker.kv_cache_config), size_difference(worker, info)
@@ -345,7 +345,7 @@ def _module(backend: type) -> str:
     return next(one.__module__.rpartition(".")[2] for one in backend.__mro__ if one.__module__ != "abc")
 
 
-def _is_packed(worker: NixlPushConnectorWorker, info: OtherBlocks) -> bool:
+def _is_packed(worker: NixlPushConnectorWorker, info: StridedEngine) -> bool:
     """Whether several tokens share bytes of a block on one side: in NVFP4, and in CPU_ATTN's layout for AMX, which
     vLLM chooses by the block size.
     """

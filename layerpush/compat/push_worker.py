@@ -30,7 +30,7 @@ from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecuto
 from layerpush.compat.heartbeats import Heartbeats
 from layerpush.compat.leases import SendLeases, extend
 from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, own_blocks, refusal
-from layerpush.compat.pieces import OtherBlocks, disguised, other_blocks, regions_of, release, size_difference
+from layerpush.compat.pieces import StridedEngine, disguised, regions_of, release, size_difference, strided_engine
 from layerpush.compat.states import has_whole_groups, push_kv_to_all, whole_groups_here, whole_groups_there
 from layerpush.compat.stats import TransferStats
 from layerpush.compat.whole_writes import WholeWrites
@@ -165,7 +165,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
             raise ValueError(
                 f"engine {nixl_agent_meta.engine_id!r} claims {sum(regions)} blocks in {len(regions)} regions"
             )
-        other = self._other_blocks(nixl_agent_meta, remote_tp_size, remote_dcp_size)
+        other = self._strided_engine(nixl_agent_meta, remote_tp_size, remote_dcp_size)
         is_like_ours = other is None or size_difference(self, other) is None
         seen = nixl_agent_meta if is_like_ours else disguised(self, nixl_agent_meta)
         name: str = super().add_remote_agent(seen, remote_tp_rank, remote_tp_size, remote_dcp_size)
@@ -188,15 +188,15 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         return whole_groups_there(self, rows, convolved, tp_ratio) if self._whole_groups else rows
 
     def _add_notif_only_remote_agent(self, metadata: Any, remote_tp_size: int, remote_dcp_size: int = 1) -> str:
-        self._other_blocks(metadata, remote_tp_size, remote_dcp_size)
+        self._strided_engine(metadata, remote_tp_size, remote_dcp_size)
         name: str = super()._add_notif_only_remote_agent(metadata, remote_tp_size, remote_dcp_size)
         return name
 
-    def _other_blocks(self, metadata: Any, tp_size: int, dcp_size: int) -> OtherBlocks | None:
+    def _strided_engine(self, metadata: Any, tp_size: int, dcp_size: int) -> StridedEngine | None:
         is_layerpush = answered_by_layerpush()
         self._whole_groups = has_whole_groups(self, metadata, tp_size, is_layerpush=is_layerpush)
         has_rows = self.layout is not None and bool(self.layout.parts)
-        return other_blocks(self, metadata, tp_size, dcp_size, has_rows=has_rows, is_layerpush=is_layerpush)
+        return strided_engine(self, metadata, tp_size, dcp_size, has_rows=has_rows, is_layerpush=is_layerpush)
 
     # Any thread.
 
@@ -434,7 +434,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         if peer is not None:
             peer.link = None  # first: its descriptors end now
         assert self.transfer_topo is not None
-        if isinstance(info := self.transfer_topo._engines.get((engine_id, 0)), OtherBlocks):
+        if isinstance(info := self.transfer_topo._engines.get((engine_id, 0)), StridedEngine):
             release(self, info)
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
         if peer is not None and peer.handshake is handshake:  # vLLM may clean up on the main thread, too

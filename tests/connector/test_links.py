@@ -31,13 +31,13 @@ def test_a_mismatch_of_two_engines_has_a_reason(
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
     from layerpush.compat.links import mismatch
-    from layerpush.compat.pieces import OtherBlocks
+    from layerpush.compat.pieces import StridedEngine
 
     remote: Any = SimpleNamespace(
         remote_block_size=kernel_block, remote_physical_blocks_per_logical=blocks, remote_tp_size=ranks
     )
     if (kernel_block, blocks) != (16, 2):
-        remote = OtherBlocks(ranks, 0, 16, 2, kernel_tokens=kernel_block, pages=blocks, is_layerpush=not stock)
+        remote = StridedEngine(ranks, 0, 16, 2, kernel_tokens=kernel_block, pages=blocks, is_layerpush=not stock)
     topology = SimpleNamespace(tp_size=2, get_engine_info={"other": remote}.__getitem__)
     group = KVCacheGroupSpec(["state"], MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float16,)))
     cache = KVCacheConfig(8, [], [group] if mamba else [])
@@ -63,11 +63,11 @@ def test_a_mismatch_of_two_engines_has_a_reason(
 def test_rows_that_pack_layers_differently_are_seen(theirs: int, places: dict[str, Any], moved: str | None) -> None:
     """vLLM 0.33 refuses them, 0.32 does not."""
     from layerpush.compat.links import mismatch
-    from layerpush.compat.pieces import OtherBlocks
+    from layerpush.compat.pieces import StridedEngine
     from layerpush.core.layout import LayerCache, Region, match_layers
 
     layers = [LayerCache(name, 0, 64 * index, 1000, 64, 128) for index, name in enumerate("01")]
-    remote = OtherBlocks(1, 0, 16, 1, kernel_tokens=theirs, pages=1, is_layerpush=True, places=places)
+    remote = StridedEngine(1, 0, 16, 1, kernel_tokens=theirs, pages=1, is_layerpush=True, places=places)
     worker: Any = SimpleNamespace(
         transfer_topo=SimpleNamespace(tp_size=1, get_engine_info=lambda _: remote),
         block_size=16,
@@ -201,7 +201,7 @@ def test_a_rank_alone_sends_all_blocks_of_a_whole_push() -> None:
 def test_blocks_that_cannot_be_cut(theirs: int, group_tokens: int, reason: str) -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    from layerpush.compat.pieces import OtherBlocks, cut
+    from layerpush.compat.pieces import StridedEngine, cut
     from layerpush.core.layout import CacheLayout
     from layerpush.core.write import MismatchError
 
@@ -212,7 +212,7 @@ def test_blocks_that_cannot_be_cut(theirs: int, group_tokens: int, reason: str) 
         kv_cache_config=KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], spec)]),
         attn_backends=[type("Other", (), {"__module__": "vllm.v1.attention.backends.other"})],
     )
-    info = OtherBlocks(1, 0, 32, 1, kernel_tokens=theirs, pages=1, is_layerpush=True)
+    info = StridedEngine(1, 0, 32, 1, kernel_tokens=theirs, pages=1, is_layerpush=True)
     with pytest.raises(MismatchError, match=reason):
         cut(worker, "D", info, CacheLayout((), ()), ())
 
@@ -223,7 +223,7 @@ def test_a_block_of_either_side_in_the_layout_for_amx_cannot_be_cut(
 ) -> None:
     from vllm.v1.attention.backends import cpu_attn
 
-    from layerpush.compat.pieces import OtherBlocks, _is_packed
+    from layerpush.compat.pieces import StridedEngine, _is_packed
 
     worker: Any = SimpleNamespace(
         block_size=ours,
@@ -231,7 +231,7 @@ def test_a_block_of_either_side_in_the_layout_for_amx_cannot_be_cut(
         model_config=SimpleNamespace(dtype=torch.bfloat16, get_head_size=lambda: 64),
         vllm_config=SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto")),
     )
-    info = OtherBlocks(1, 0, ours, 1, kernel_tokens=theirs, pages=1, is_layerpush=True)
+    info = StridedEngine(1, 0, ours, 1, kernel_tokens=theirs, pages=1, is_layerpush=True)
     for supported in (True, False):
         monkeypatch.setattr(cpu_attn.torch.cpu, "_is_amx_tile_supported", lambda found=supported: found)
         assert _is_packed(worker, info) == supported
