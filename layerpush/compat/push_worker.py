@@ -200,6 +200,11 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
 
     # Any thread.
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether another rank of a prefill context parallel P sends the same KV."""
+        return bool(self.pcp_rank > 0 and not self.pcp_dcp_sharded)
+
     def task(self, task: Task, what: str = "a task") -> None:
         """Queue a task for the writer thread. ``what`` names it in the log if it fails."""
         self._tasks.append((what, task))
@@ -227,12 +232,9 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
 
     # Main thread: steps.
 
-    def has_copies(self, metadata: NixlConnectorMetadata) -> bool:
-        """Whether another rank of a prefill context parallel P sends the same KV. Then the requests count as sent."""
-        copies = self.pcp_rank > 0 and not self.pcp_dcp_sharded
-        if copies:
-            self._replicated_pcp_done_sending.update(metadata.reqs_to_send)
-        return bool(copies)
+    def count_as_sent(self, metadata: NixlConnectorMetadata) -> None:
+        """Another rank sends the KV of these requests."""
+        self._replicated_pcp_done_sending.update(metadata.reqs_to_send)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         results = super().get_transfer_results()

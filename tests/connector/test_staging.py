@@ -76,6 +76,7 @@ class Place:
             device_id=0,
             tp_rank=0,
             use_host_buffer=False,
+            has_copies=False,
             kv_cache_config=SimpleNamespace(kv_cache_groups=[], transfer_groups=[]),
             _registered_descs=[],
             transport=None,
@@ -222,12 +223,14 @@ def test_the_ring_is_registered_on_its_own_device(monkeypatch: pytest.MonkeyPatc
     assert place.nixl.devices == {3}
 
 
-@pytest.mark.parametrize("reason", ["a host buffer", "states"])
+@pytest.mark.parametrize("reason", ["a host buffer", "copies", "states"])
 def test_no_staging_memory_without_layerwise_pushes(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(monkeypatch)
     if reason == "states":
         group = SimpleNamespace(kv_cache_spec=MambaSpec(block_size=512, shapes=((4, 4),), dtypes=(torch.float16,)))
         place.worker.kv_cache_config.transfer_groups.append(group)
+    elif reason == "copies":
+        place.worker.has_copies = True
     else:
         place.worker.use_host_buffer = True
     place.start()

@@ -69,6 +69,8 @@ class WorkerGathering:
         """
         if self._config.packing == "off" or not self._config.layerwise or only_decodes(self._worker.vllm_config):
             return
+        if self._worker.has_copies:
+            return  # this rank pushes nothing
         reason = CacheKinds(self._worker.kv_cache_config).never_gathered()
         if reason is not None:
             logger.info("layerpush gathers nothing: %s", reason)

@@ -243,7 +243,8 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def arm(self, metadata: LayerwiseMetadata) -> None:
         """A step begins: queue its registrations, news, finished requests and plan, and wake the writer."""
-        if self.has_copies(metadata):
+        if self.has_copies:
+            self.count_as_sent(metadata)
             return
         for request_id, data in metadata.push_registrations.items():
             self.task(partial(self._await_push, request_id, data), "a registration")
