@@ -5,7 +5,8 @@ the peer only, and where heads are not contiguous the receiver moves what it got
 like ours, so it has nothing to do on D; it still checks that a token has as many bytes on both sides.
 
 Where the layers of a block share a row, vLLM prepares one descriptor for a row. A part of a row has the same place on
-both sides, in proportion to the rows: vLLM's whole pushes rely on that, too.
+both sides, in proportion to the rows. vLLM's whole pushes rely on that, too. But bytes of a row that are no layer's
+need not grow with it.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def cut(
     """Prepare descriptors for each route. Raises ``MismatchError`` if these blocks, or rows, cannot be cut."""
     if layout is None:
         raise MismatchError(f"{size_difference(worker, info)}, and our KV cache cannot be told apart by layer")
-    regions = [_parts(layout, info.regions[route.remote_rank]) for route in routes]
+    regions = [_parts(layout, info, route.remote_rank) for route in routes]
     if size_difference(worker, info) is None:
         here, there, pieces = [_own(worker, layout)] * len(routes), regions, None
         if any([slot.block_bytes for slot in slots] != [slot.block_bytes for slot in here[0]] for slots in there):
@@ -233,13 +234,18 @@ def _own(worker: NixlPushConnectorWorker, layout: CacheLayout) -> list[Strided]:
     ]
 
 
-def _parts(layout: CacheLayout, regions: Sequence[Strided]) -> list[Strided]:
-    """What each of our slots has in an engine's registered ``regions``. Raises ``MismatchError``."""
+def _parts(layout: CacheLayout, info: StridedEngine, remote_rank: int) -> list[Strided]:
+    """What each of our slots has in the registered regions of one of an engine's ranks. Raises ``MismatchError``."""
+    regions = info.regions[remote_rank]
     if not layout.parts:
         return list(regions)
-    found = []
+    found, filled = [], [0] * len(regions)
+    for part, ours in zip(layout.parts, layout.regions, strict=True):
+        filled[part.row] += ours.block_bytes
     for part, ours in zip(layout.parts, layout.regions, strict=True):
         row = regions[part.row]
+        if filled[part.row] != part.row_bytes != row.block_bytes and not info.places:
+            raise MismatchError("its rows of several layers have another size than ours, and ours have gaps")
         offset, rest = divmod(part.offset * row.block_bytes, part.row_bytes)
         size, more = divmod(ours.block_bytes * row.block_bytes, part.row_bytes)
         if rest or more:

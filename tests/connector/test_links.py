@@ -78,6 +78,25 @@ def test_rows_that_pack_layers_differently_are_seen(theirs: int, places: dict[st
     assert found == (moved and f"its rows have {moved} at another place than ours")
 
 
+def test_rows_with_gaps_are_cut_where_their_size_is_equal() -> None:
+    """Nothing says whether a gap grows with the tokens of a block."""
+    from layerpush.compat.pieces import Strided, StridedEngine, _parts
+    from layerpush.core.layout import LayerCache, Region, match_layers
+    from layerpush.core.write import MismatchError
+
+    def places(row_bytes: int, **known: Any) -> list[tuple[int, int]]:
+        info = StridedEngine(1, 0, 16, 1, kernel_tokens=32, pages=1, places=known)
+        info.regions[0] = [Strided(0, row_bytes, 0, row_bytes, 8)]
+        return [(part.base, part.block_bytes) for part in _parts(layout, info, 0)]
+
+    layers = [LayerCache(name, 0, 64 * index, 1000, 64, 160) for index, name in enumerate("01")]
+    layout = match_layers(layers, [Region(0, 160, 8)])
+    assert places(160) == [(0, 64), (64, 64)]
+    assert places(320, a=(0, 128)) == [(0, 128), (128, 128)]
+    with pytest.raises(MismatchError, match="and ours have gaps"):
+        places(320)
+
+
 def prefill_rank(rank: int, ranks: int, heads: int, decode_ranks: int, *kinds: str, pages: int = 1) -> Any:
     """The facts that a rank of P has of itself and of a connected D, as vLLM's worker holds them."""
     from vllm.v1.kv_cache_interface import (
