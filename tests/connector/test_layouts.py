@@ -81,6 +81,17 @@ def test_mla_is_pushed_by_layer_if_layers_share_rows(worker: Make) -> None:
     assert (found.num_regions, found.block_len_per_layer) == (1, [LAYERS * page]), "whole pushes send rows"
 
 
+def test_a_cache_that_is_smaller_than_its_pages_is_pushed_whole(worker: Make) -> None:
+    caches = {name: torch.zeros(BLOCKS, TOKENS, LATENT, dtype=torch.uint8) for name in NAMES}
+    caches[NAMES[1]] = torch.zeros(BLOCKS, TOKENS, INDEX, dtype=torch.uint8)
+    found = worker("LBNHC", caches, dict.fromkeys(NAMES, LATENT))
+    page, held = TOKENS * LATENT, TOKENS * INDEX
+    assert found.pushes._identity.fallback == (
+        f"the KV cache cannot be told apart by layer: layer {NAMES[1]} has pages of {page} bytes but its regions [1] "
+        f"hold {held} bytes a block"
+    )
+
+
 def test_an_indexer_beside_mla_is_pushed_by_layer_and_never_packed(
     worker: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
