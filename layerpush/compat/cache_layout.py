@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPu
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from layerpush.compat.kinds import CacheKinds, has_states, kind_of
+from layerpush.compat.module_hooks import drafted
 from layerpush.core.layout import (
     NO_STATES,
     CacheLayout,
@@ -79,6 +80,19 @@ def _states(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor],
             group = worker.kv_cache_config.transfer_group_index_by_layer[name]
             layers.append(LayerSlots(name, group, tuple(range(slot, slot + len(parts))), calls_hook=False))
     return States(tuple(layers), tuple(regions))
+
+
+def check_stage(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor]) -> None:
+    """Raises ``NotImplementedError`` if vLLM would take a drafter's layers on a stage of a pipeline for the model's.
+
+    Where it does not find layers by name, it computes a stage's place among D's regions from their number. Call it
+    before ``register_kv_caches``.
+    """
+    if worker.pp_size > 1 and not worker._requires_layer_name_routing() and drafted(worker.vllm_config, kv_caches):
+        raise NotImplementedError(
+            "vLLM's NIXL connectors transfer no drafter's layers from a pipeline of this model: set "
+            "pipeline_parallel_size to 1, or leave out speculative_config on both sides"
+        )
 
 
 def check_transferable(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -75,7 +75,7 @@ def watch(
     unfinished: list[str] = []
     for module, name in names.items():
         kind = _class_of(module)
-        if kind not in written or is_drafted(name, layers):
+        if kind not in written or _is_drafted(name, module, layers):
             continue
         parts = {names[part]: _class_of(part) for part in module.modules() if part in names}
         held = [part for part in parts if parts[part] in written[kind] and part not in watched] + unfinished
@@ -107,11 +107,15 @@ def drafted(vllm_config: VllmConfig, names: Iterable[str]) -> frozenset[str]:
     """Those of the layers ``names`` that a drafter may compute after the model's forward."""
     if vllm_config.speculative_config is None:
         return frozenset()
+    modules = vllm_config.compilation_config.static_forward_context
     layers = vllm_config.model_config.get_total_num_hidden_layers()
-    return frozenset(name for name in names if is_drafted(name, layers))
+    return frozenset(name for name in names if _is_drafted(name, modules.get(name), layers))
 
 
-def is_drafted(name: str, layers: int) -> bool:
-    """Whether a layer may be a drafter's: those have numbers after the model's ``layers``, or a prefix."""
+def _is_drafted(name: str, layer: object, layers: int) -> bool:
+    """Whether a layer may be a drafter's. vLLM marks them, but for the V1 runner of vLLM 0.32. There the name decides:
+    they have numbers after the model's ``layers``, or a prefix.
+    """
     found = re.search(r"\blayers\.(\d+)\.", name)
-    return found is None or int(found[1]) >= layers or "draft" in name or "mtp" in name
+    by_name = found is None or int(found[1]) >= layers or "draft" in name or "mtp" in name
+    return by_name or bool(getattr(layer, "is_draft_layer", False))

@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 
 from layerpush.compat import patches
 from layerpush.compat.affinity import Affinity
-from layerpush.compat.cache_layout import check_transferable
+from layerpush.compat.cache_layout import check_stage, check_transferable
 from layerpush.compat.engine_settings import ends_with_flush, split_at
 from layerpush.compat.handshake import difference, settings_of, signed
 from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor, answered_by_layerpush
@@ -213,6 +213,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
     # Main thread: the writer thread's life.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        check_stage(self, kv_caches)
         super().register_kv_caches(kv_caches)
         check_transferable(self, kv_caches)
         self.xfer_handshake_metadata = signed(self.xfer_handshake_metadata, settings_of(self))

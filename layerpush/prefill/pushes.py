@@ -150,11 +150,12 @@ class Pushes:
                 self._sweep(event.layers, at)
             elif isinstance(event, StepsAccepted):
                 self._accepted(event)
+            elif isinstance(event, RequestFinished):
+                self._finished(event)
             else:
                 self._end_step(at)
         for done in self._step_events.take_finished(self._swept):
-            if not self._step_events.is_void(done.request_id, done.step):
-                self._finished(done)
+            self._finished(done)
         self._step_events.forget_void()
 
     def _accepted(self, event: StepsAccepted) -> None:
@@ -236,6 +237,8 @@ class Pushes:
             push.handle(Ready(chunk.epoch, chunk.index, layer))
 
     def _finished(self, done: RequestFinished) -> None:
+        if self._step_events.is_void(done.request_id, done.step):
+            return
         push = self._pushes.get(done.request_id) or self._open(done.request_id, whole=True)
         push.blocks, push.tokens, push.step = done.blocks, done.tokens, done.step
         push.finished_at = time.perf_counter()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -105,7 +105,7 @@ class Revoked:
     started: int
 
 
-StepEvent = StepStarted | LayerSaved | ForwardEnded | StepEnded | StepsAccepted
+StepEvent = StepStarted | LayerSaved | ForwardEnded | StepEnded | StepsAccepted | RequestFinished
 
 
 class StepEvents:
@@ -114,7 +114,7 @@ class StepEvents:
     ``wake_lazily`` replaces ``wake`` for every layer but a step's last: the writer may find it at its next poll.
     vLLM may split a step into ``microbatches``, each of which calls every layer's hook; ``microbatch`` returns the
     calling one's number, None in a step that is not split. ``drafted`` has the layers that may be computed after the
-    model's forward.
+    model's forward, also those that no hook counts for.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class StepEvents:
         wake_lazily: Callable[[], None] | None = None,
         microbatches: int = 1,
         microbatch: Callable[[], int | None] = lambda: None,
-        drafted: Collection[str] = (),
+        drafted: Set[str] = frozenset(),
     ) -> None:
         self.drafted = drafted
         self._layer_index = layer_index
@@ -190,7 +190,11 @@ class StepEvents:
         """The scheduler finished a request, with a prompt of so many ``tokens``. Main thread."""
         self._first_step.pop(request_id, None)
         computed = self._last_step.pop(request_id, 0)
-        self._finished.append(RequestFinished(computed, self._step, request_id, blocks, sampled, tokens))
+        done = RequestFinished(computed, self._step, request_id, blocks, sampled, tokens)
+        if self.drafted and not computed:  # the device may still draft; nothing else says when it has
+            self._put(done, self._wake)
+            return
+        self._finished.append(done)
         self._wake()
 
     def take_revoked(self) -> Iterator[Revoked]:
@@ -255,7 +259,7 @@ class StepEvents:
         """The model's forward is issued; sampling follows, and drafting if there is a drafter. Main thread."""
         if not self.drafted:
             self.sweep()
-        elif self._armed and self._to_come > len(self.drafted):
+        elif self._armed and self._to_come > len(self._layer_index.keys() & self.drafted):
             layers = frozenset(index for name, index in self._layer_index.items() if name not in self.drafted)
             self._put(ForwardEnded(layers), self._wake)
 

@@ -21,6 +21,7 @@ KINDS = {
     "only-states": "Mamba-2 only",
 }
 SHARED = {"heads": "KV heads", "cached": "tokens cached on D", "groups": "group", "drafts": "drafts"}
+DRAFTERS = {"heads": "a drafter", "latents": "a drafter with MLA"}
 SIDE = {"tp": "TP", "pp": "PP", "pcp": "PCP", "dp": "DP", "block_size": "blocks", "layout": "", "dtype": ""}
 DEFAULTS = {"tp": 1, "pp": 1, "pcp": 1, "dp": 1, "block_size": 32, "layout": "LBHNC", "dtype": "float32"}
 
@@ -43,5 +44,6 @@ def words(case: Mapping[str, Any]) -> str:
         if key == "tp" or {p, d} != {DEFAULTS[key]}:
             parts.append(f"{name} {p}" + (f" to {d}" if key in ("tp", "dp", "pcp") or p != d else ""))
     parts += [f"{case[key]} {name}" for key, name in SHARED.items() if key in case]
+    parts += [DRAFTERS[case["drafter"]]] if "drafter" in case else []
     parts += [f"stock {side.upper()}" for side in ("p", "d") if case.get(side, {}).get("stock")]
     return ", ".join(part.strip() for part in parts)

@@ -59,7 +59,7 @@ class LateEngine(Engine):
         config.parallel_config.ubatch_size = microbatches if microbatches > 1 else 0
         super().__init__(config, port, runner=partial(V2Runner, drafted=drafted))
         assert isinstance(self.runner, V2Runner)
-        self.runner.after_forward = self._lag
+        self.runner.after_forward = self._sample
         self.worker.connector_worker.step_events.drafted = frozenset(drafted)
         self._turns = WriterTurns(self.worker.connector_worker)
 
@@ -80,14 +80,15 @@ class LateEngine(Engine):
 
     def _begun(self, output: SchedulerOutput) -> tuple[SchedulerOutput, list[str], KVConnectorOutput, SimulatedEvent]:
         ready, forward = self.ready(output), None
+        sampled = self._sampled = SimulatedEvent()
         if output.total_num_scheduled_tokens:
             forward = partial(self._forward, output, self._hooks, None)
         with self.stream.as_current(), self.runner._as_group():
             early_revocation.revoke(output.kv_connector_metadata)
             result = self.runner.run(output, forward)
             ubatching._THREAD_ID_TO_CONTEXT.clear()
-            sampled = SimulatedEvent()
-            sampled.record()
+            if forward is None:
+                sampled.record()
         return output, ready, result, sampled
 
     def _end_batch(self) -> None:
@@ -95,6 +96,11 @@ class LateEngine(Engine):
         while not sampled.query():
             self._lag()
         self.processed(output, ready, result)
+
+    def _sample(self) -> None:
+        """The model's forward is issued. The host may know the step's tokens before the drafter has run."""
+        self._sampled.record()
+        self._lag()
 
     def _lag(self) -> None:
         """The writer thread does all that it can; then the device goes on a little."""

@@ -11,7 +11,14 @@ import pytest
 from layerpush.engine.worker import worker
 from layerpush.prefill import step_events
 from layerpush.prefill.fences import StreamFence
-from layerpush.prefill.step_events import ForwardEnded, LayerSaved, StepEnded, StepEvents, StepStarted
+from layerpush.prefill.step_events import (
+    ForwardEnded,
+    LayerSaved,
+    RequestFinished,
+    StepEnded,
+    StepEvents,
+    StepStarted,
+)
 from layerpush.transport.gather import tensor_memory
 from layerpush.transport.gather.tensor_memory import TensorStaging
 
@@ -76,6 +83,11 @@ def the_end_of_a_step_is_not_fenced(patch: Patch) -> None:
 @mutant("drafter without hooks")
 def the_end_of_the_models_forward_is_not_fenced(patch: Patch) -> None:
     _unfenced(patch, ForwardEnded)
+
+
+@mutant("drafter, whole requests")
+def the_end_of_a_request_is_not_fenced(patch: Patch) -> None:
+    _unfenced(patch, RequestFinished)
 
 
 @mutant("hooks", seed=6)

@@ -30,14 +30,13 @@ FAMILIES = 3
 class Place:
     """Where the engines differ from the default. ``extra`` is the connector's configuration of both.
 
-    ``late_registrations``: D may register after prefill has begun. ``aborts``: requests of P and of D are aborted.
+    ``aborts``: requests of P and of D are aborted.
     """
 
     extra: dict[str, Any] = field(default_factory=lambda: {"granularity": "layer", "packing": "off"})
     hooks: tuple[str, ...] = tuple(NAMES)
     drafted: tuple[str, ...] = ()
     microbatches: int = 1
-    late_registrations: bool = True
     aborts: bool = True
 
 
@@ -45,8 +44,8 @@ PLACES = {
     "hooks": Place(),
     "auto": Place(extra={"granularity": "auto", "packing": "off"}),
     "no hooks": Place(hooks=()),
-    # A whole push may leave before the drafter's layers, as in vLLM: it affects no token.
-    "drafter without hooks": Place(hooks=(), drafted=(NAMES[-1],), late_registrations=False),
+    "drafter without hooks": Place(hooks=(), drafted=(NAMES[-1],)),
+    "drafter, whole requests": Place(extra={"layerwise": False}, hooks=(), drafted=(NAMES[-1],)),
     "microbatches": Place(microbatches=2),
     "gathered": Place(extra={"granularity": "layer", "packing": "gather", "staging_bytes": 16 << 20}),
 }
@@ -104,7 +103,7 @@ class LateTraffic:
         register = partial(
             self.d.decode_from, self.p, request_id, tokens, first=first, max_tokens=self._draw.randrange(2, 6)
         )
-        if self._place.late_registrations and self._draw.random() < 0.5:
+        if self._draw.random() < 0.5:
             prefill()
             self.p.step()
             register()

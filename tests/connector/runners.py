@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -30,10 +30,20 @@ class Runner(Protocol):
 
 
 class V1Runner:
-    """The part of ``GPUModelRunner`` in ``vllm/v1/worker/gpu_model_runner.py`` that runs on a CPU."""
+    """The part of ``GPUModelRunner`` in ``vllm/v1/worker/gpu_model_runner.py`` that runs on a CPU.
 
-    def __init__(self, connector: Any, config: VllmConfig, caches: dict[str, torch.Tensor]) -> None:
-        self._connector, self._caches = connector, caches
+    A drafter computes the layers of ``drafted`` after the results of the step have been taken.
+    """
+
+    def __init__(
+        self,
+        connector: Any,
+        config: VllmConfig,
+        caches: dict[str, torch.Tensor],
+        *,
+        drafted: Collection[str] = (),
+    ) -> None:
+        self._connector, self._caches, self._drafted = connector, caches, drafted
         connector.register_kv_caches(caches)
 
     def run(self, output: SchedulerOutput, forward: Forward | None) -> KVConnectorOutput:
@@ -41,9 +51,10 @@ class V1Runner:
         connector.handle_preemptions(output.kv_connector_metadata)
         connector.bind_connector_metadata(output.kv_connector_metadata)
         if forward is not None:
-            forward(self._caches)
+            forward(name for name in self._caches if name not in self._drafted)
         connector.start_load_kv(None)
-        connector.wait_for_save()
+        if not self._drafted:
+            connector.wait_for_save()
         results = connector.get_transfer_results(output.finished_req_ids)
         result = KVConnectorOutput(
             finished_sending=results.finished_sending,
@@ -53,6 +64,10 @@ class V1Runner:
             kv_connector_stats=connector.get_kv_connector_stats(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
+        if self._drafted:
+            if forward is not None:
+                forward(self._drafted)
+            connector.wait_for_save()
         connector.clear_connector_metadata()
         return result
 

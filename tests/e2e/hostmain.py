@@ -59,6 +59,7 @@ class HostedEngine:
         self.notifications = NotificationWatch()
         self.faults: WireFaults | None = None
         self.scheduled_tokens: Counter[str] | None = None
+        self.drafts: list[list[list[int]]] = []
         fields = spec.transfer_fields(trace_dir)
         config = None if fields is None else KVTransferConfig(engine_id=engine_id, **fields)
         options = spec.engine_options(model)

@@ -20,6 +20,8 @@ ATTENTION_CHUNK = 128
 ADAPTER = "adapter"
 """The folder of a model's LoRA adapter."""
 LORA_RANK = 8
+DRAFTER = "drafter"
+"""The folder of a model's drafter."""
 
 # Changes in config.json. MistralForCausalLM has Llama's weight names; the MLA model gets vLLM's dummy weights.
 CHANGES: dict[ModelName, dict[str, Any]] = {
@@ -39,6 +41,7 @@ CHANGES: dict[ModelName, dict[str, Any]] = {
         "moe_layers": [],
         "no_rope_layers": [1, 0] * (LAYERS // 2),
     },
+    "eagle": {},
     "lora": {},
     "mla": {
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -89,6 +92,8 @@ class ModelShelf:
                 (path / "model.safetensors").symlink_to(llama / "model.safetensors")
             if name == "lora":
                 _build_adapter(path / ADAPTER, config)
+            if name == "eagle":
+                _build_drafter(path / DRAFTER, llama / "model.safetensors", config)
         return path
 
 
@@ -97,6 +102,20 @@ def _rename_weights(source: pathlib.Path, target: pathlib.Path, old: str, new: s
 
     weights = {name.replace(old, new): weight for name, weight in load_file(source).items()}
     save_file(weights, target, metadata={"format": "pt"})
+
+
+def _build_drafter(path: pathlib.Path, target: pathlib.Path, config: dict[str, Any]) -> None:
+    """EAGLE: the model's first layer behind a matrix. It takes the model's embeddings and its head."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    first, hidden = "model.layers.0.", config["hidden_size"]
+    layer = {name.removeprefix("model."): weight for name, weight in load_file(target).items() if first in name}
+    del layer["layers.0.input_layernorm.weight"]
+    joined = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(0)) * hidden**-0.5
+    path.mkdir()
+    save_file(layer | {"fc.weight": joined}, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
 
 
 def _build_adapter(path: pathlib.Path, config: dict[str, Any]) -> None:

@@ -95,6 +95,25 @@ def preempt_all(host: HostedEngine) -> bool:
     return done
 
 
+def record_drafts(host: HostedEngine) -> None:
+    """Keep the tokens that the drafter proposes, step by step, for ``take_drafts``."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    propose = SpecDecodeBaseProposer.propose
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        drafts = propose(*args, **kwargs)
+        host.drafts.append(drafts.tolist())
+        return drafts
+
+    SpecDecodeBaseProposer.propose = recorded
+
+
+def take_drafts(host: HostedEngine) -> list[list[list[int]]]:
+    drafts, host.drafts = host.drafts, []
+    return drafts
+
+
 def preemptions(host: HostedEngine, request_id: str) -> int:
     return int(host.scheduler.requests[host.internal_id(request_id)].num_preemptions)
 

@@ -14,8 +14,6 @@ from tests.e2e.handoff import Outcome, Reference, check, check_tokens, introduce
 
 LENGTHS = (1, 33, 257, 700)
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
-# One token: P computes a second draft token after the push, behind the prompt, and D never reads its KV.
-DRAFTS = '{"method": "draft_model", "num_speculative_tokens": 1, "model": "$MODEL"}'
 
 SETTINGS: dict[str, tuple[tuple[str, Any], ...]] = {
     "fp8 KV": (("kv_cache_dtype", "fp8_e4m3"),),
@@ -23,7 +21,6 @@ SETTINGS: dict[str, tuple[tuple[str, Any], ...]] = {
     "priorities": (("scheduling_policy", "priority"),),
     "LoRA": (("enable_lora", True),),
     "n-grams": (("speculative_config", NGRAM),),
-    "a draft model": (("speculative_config", DRAFTS),),
 }
 
 

@@ -166,8 +166,9 @@ def test_vllm_has_each_class_and_calls_no_hook_for_its_layer() -> None:
 
 @pytest.mark.parametrize("speculative", [None, object()])
 def test_the_layers_of_a_drafter(speculative: object | None) -> None:
-    """A name that shows no number may be a drafter's."""
-    config = context()
+    """A name that shows no number may be a drafter's, and vLLM marks layers with any name."""
+    marked = "language_model.layers.1.self_attn.attn"
+    config = context(**{marked: SimpleNamespace(is_draft_layer=True)})
     config.speculative_config = speculative
     models = {f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)}
     others = {
@@ -175,5 +176,6 @@ def test_the_layers_of_a_drafter(speculative: object | None) -> None:
         "draft.layers.0.attn",
         "mtp.layers.0.attn",
         "transformer.h.0.attn",
+        marked,
     }
     assert drafted(config, models | others) == (others if speculative else set())

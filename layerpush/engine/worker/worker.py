@@ -120,7 +120,7 @@ class LayerwisePushWorker(VllmPushWorker):
         layout, fallback = self._layout(kv_caches)
         if fallback is None:
             self._gathering.build(layout, kv_caches)
-        self._writer_thread = self._build(layout, fallback, device_of(kv_caches))
+        self._writer_thread = self._build(layout, fallback, kv_caches)
         if fallback is None and not only_decodes(self.vllm_config):
             module_hooks.watch(self.vllm_config, self.step_events.layer_saved)
         self.start_writer(self._writer_thread.run)
@@ -141,8 +141,9 @@ class LayerwisePushWorker(VllmPushWorker):
             logger.warning("layerpush pushes whole requests from this engine: %s", reason)
         return CacheLayout((), ()), reason
 
-    def _build(self, layout: CacheLayout, fallback: str | None, device: torch.device) -> WriterThread:
+    def _build(self, layout: CacheLayout, fallback: str | None, kv_caches: dict[str, torch.Tensor]) -> WriterThread:
         config, gathering, peer_errors = self._config, self._gathering, PeerErrors(logger)
+        device = device_of(kv_caches)
         self.step_events = StepEvents(
             layout.index_of,
             self._waker.wake,
@@ -150,7 +151,7 @@ class LayerwisePushWorker(VllmPushWorker):
             wake_lazily=self._waker.wake_lazily,
             microbatches=microbatches(self.vllm_config),
             microbatch=microbatch,
-            drafted=module_hooks.drafted(self.vllm_config, layout.index_of),
+            drafted=module_hooks.drafted(self.vllm_config, kv_caches),
         )
         self._connections = Connections(self, self.transport, config.allowed_hosts, self._search)
         self.links = Links(self, self._connections)

@@ -55,7 +55,7 @@ from bench.servers.model import ModelShape
 from layerpush.compat import pieces
 from tests.connector.conftest import PORTS
 from tests.connector.engine import block_hasher, config_of
-from tests.connector.ranks.topology import CHUNK, LAYERS, Kind, Side, Topology
+from tests.connector.ranks.topology import CHUNK, DRAFT_TOKENS, LAYERS, Kind, Side, Topology
 from tests.connector.runners import V1Runner
 from tests.e2e.models import CHANGES
 from tests.support.totals import Totals
@@ -63,10 +63,12 @@ from tests.support.waiting import until
 
 BLOCKS, MAX_TOKENS = 48, 512
 HEAD_SIZE, LATENT, INDEX, WINDOW = 32, 48, 20, 80
-LAYERPUSH = {"granularity": "layer", "packing": "off"}
+LAYERPUSH = {"granularity": "layer", "packing": "off", "unknown_request_timeout_s": 120}
 POISON = 0xA5
 """The bytes of a KV cache that nobody has written."""
 ATTENTION_HEADS = 8
+DRAFTED = f"model.layers.{LAYERS}.self_attn.attn"
+"""A drafter's layer. As in vLLM its number follows those of the model's layers."""
 DEADLINE_S = 60.0
 
 logger = logging.getLogger("vllm")
@@ -109,8 +111,19 @@ def model(folder: Path, kind: Kind, heads: int) -> Path:
     return path
 
 
+def draft_model(target: Path) -> Path:
+    """A folder with the ``config.json`` of a drafter for ``target``: EAGLE with one layer."""
+    path = target.with_name(f"{target.name}-drafter")
+    if not path.exists():
+        path.mkdir()
+        shape = json.loads((target / "config.json").read_text())
+        changes = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+        (path / "config.json").write_text(json.dumps(shape | changes))
+    return path
+
+
 def layer_specs(topology: Topology, side: Side) -> dict[str, KVCacheSpec]:
-    """What each layer's cache holds on one rank, by the layer's name."""
+    """What each layer's cache holds on one rank, by the layer's name, a drafter's last."""
     size, dtype = side.block_size, getattr(torch, side.dtype)
     heads = len(topology.heads_of(side, 0))
     full = FullAttentionSpec(block_size=size, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=dtype)
@@ -142,6 +155,8 @@ def layer_specs(topology: Topology, side: Side) -> dict[str, KVCacheSpec]:
             case "indexer":
                 specs[f"{attention}.attn"] = latent
                 specs[f"{attention}.indexer.k_cache"] = index
+    if topology.drafter is not None:
+        specs[DRAFTED] = latent if topology.drafter == "latents" else full
     return specs
 
 
@@ -236,17 +251,17 @@ class Rank:
         pcp_rank: int,
     ) -> None:
         self.name, self.coordinates, self.sends = f"rank {tp_rank}", (pp_rank, tp_rank), pcp_rank == 0
-        self.heads, self._groups = topology.heads_of(side, tp_rank), caches.kv_cache_groups
+        self._heads, self._groups = topology.heads_of(side, tp_rank), caches.kv_cache_groups
         self._drafts = topology.drafts
         with as_rank(config, tp_rank, pp_rank, pcp_rank) as mine, patch.object(base_worker, "NixlWrapper", Agent):
             self.connector: Any = KVConnectorFactory.create_connector(mine, KVConnectorRole.WORKER, caches)
             worker = self.connector.connector_worker
             self.agent: Agent = getattr(worker.nixl_wrapper, "unlocked", worker.nixl_wrapper)
+            specs = worker._layer_specs.items()
             self._states = {
-                name: state_parts(topology, side, spec)
-                for name, spec in worker._layer_specs.items()
-                if isinstance(spec, MambaSpec)
+                name: state_parts(topology, side, spec) for name, spec in specs if isinstance(spec, MambaSpec)
             }
+            self._latents = {name for name, spec in specs if isinstance(spec, MLAAttentionSpec)}
             sizes = [
                 MAX_TOKENS if self._states.keys() >= set(group.layer_names) else worker.block_size
                 for group in self._groups
@@ -260,7 +275,7 @@ class Rank:
                 name: in_memory(tensor.view(torch.uint8), self.memory, 1 if name in self._states else parts)
                 for name, tensor in tensors.items()
             }
-            self.runner = V1Runner(self.connector, mine, tensors)
+            self.runner = V1Runner(self.connector, mine, tensors, drafted=tensors.keys() & {DRAFTED})
         self.totals = None if side.stock else Totals(worker.pushes._services.meter)
 
     def write(self, name: str, table: list[int], tokens: range, memory: torch.Tensor | None = None) -> None:
@@ -274,7 +289,8 @@ class Rank:
         block = torch.tensor(table)[where // (page.shape[1] * rows)]
         kept = block != 0  # not the null block
         where, block = where[kept], block[kept]
-        values = content(name, self.heads, page.shape[4])[:, where]
+        heads = range(1) if name in self._latents else self._heads
+        values = content(name, heads, page.shape[4])[:, where]
         page[block, where // rows % page.shape[1], :, where % rows] = values.transpose(0, 1)
 
     def _state(self, name: str, token: int) -> Iterator[torch.Tensor]:
@@ -329,8 +345,11 @@ class Engine:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.port)
         self.topology, self.side, self.engine_id = topology, side, f"{role}-{self.port}"
         self.is_p = role == "kv_producer"
+        target, drafter = model(folder, topology.kind, topology.heads), {}
+        if topology.drafter is not None:
+            drafter = {"method": "eagle", "model": str(draft_model(target)), "num_speculative_tokens": DRAFT_TOKENS}
         self.config = config = config_of(
-            model(folder, topology.kind, topology.heads),
+            target,
             role,
             self.engine_id,
             {"num_threads": 0} | ({} if side.stock else LAYERPUSH | {"layerwise": side.layerwise}),
@@ -342,6 +361,7 @@ class Engine:
             num_gpu_blocks_override=BLOCKS,
             disable_hybrid_kv_cache_manager=False,
             async_scheduling=False,
+            speculative_config=drafter or None,
         )
         config.cache_config.block_size = side.block_size  # vLLM's CPU platform would change MLA's
         config.cache_config.enable_prefix_caching = topology.caches
@@ -352,8 +372,9 @@ class Engine:
         config.parallel_config.prefill_context_parallel_size = side.pcp  # vLLM's CPU platform has none
         config.parallel_config.world_size *= side.pcp
         coordinates = list(product(range(side.pp), range(side.pcp), range(side.tp)))
-        share = len(specs) // side.pp
+        share = (len(specs) - (DRAFTED in specs)) // side.pp
         stages = [dict(list(specs.items())[pp * share : (pp + 1) * share]) for pp in range(side.pp)]
+        stages[-1] |= {name: spec for name, spec in specs.items() if name == DRAFTED}
         caches = plan(config, [stages[pp] for pp, *_ in coordinates])
         for one in caches:
             one.kv_cache_layout = side.layout

@@ -75,8 +75,13 @@ def test_any_pair_of_engines_is_right_or_refused(folder: Path, data: st.DataObje
     if kind in ("mla", "indexer", "mla-gdn") and p.layout.startswith("B"):
         p, d = replace(p, block_size=16), replace(d, block_size=16)  # vLLM splits no block of such rows
     tokens = data.draw(st.integers(1, 300))
-    cached = 0 if kind in ("states", "gdn", "mla-gdn") else data.draw(st.integers(0, tokens - 1))
-    topology = Topology(kind, p, d, data.draw(st.sampled_from([2, 4, 8])), tokens, cached)
+    has_states = kind in ("states", "gdn", "mla-gdn")
+    cached = 0 if has_states else data.draw(st.integers(0, tokens - 1))
+    heads, drafts = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.sampled_from([0, 0, 2])) if has_states else 0
+    drafter = None if has_states else data.draw(st.sampled_from([None, None, "heads", "latents"]))
+    if drafter == "latents" and kind not in ("mla", "indexer"):
+        drafter = "heads"
+    topology = Topology(kind, p, d, heads, tokens, cached, drafts=drafts, drafter=drafter)
     result = run(topology, folder)
     assert result.differing == []
     assert result.mode != "refused" or result.reason
@@ -144,6 +149,15 @@ def test_a_layer_at_the_place_of_another_is_seen(folder: Path, monkeypatch: pyte
     right = pieces._parts
     monkeypatch.setattr(pieces, "_parts", lambda *row: [*right(*row)[1:], right(*row)[0]])
     assert run(ROWS, folder).differing != []
+
+
+def test_mla_in_rows_on_d_only(folder: Path) -> None:
+    from vllm import __version__
+
+    from tests.connector.ranks.rig import run
+
+    result = run(replace(ROWS, p=Side(block_size=16)), folder)
+    assert (result.mode, result.differing) == ("refused" if __version__.startswith("0.32") else "by layer", [])
 
 
 def test_parts_of_rows_are_gathered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

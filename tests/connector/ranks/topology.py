@@ -12,7 +12,7 @@ Kind = Literal["full", "window", "mixed", "mla", "indexer", "states", "gdn", "ml
 and gated delta nets, ``mla-gdn`` those beside MLA; ``only-states`` Mamba-2 and no attention.
 """
 
-LAYERS, CHUNK = 4, 96
+LAYERS, CHUNK, DRAFT_TOKENS = 4, 96, 2
 TABLE = Path(__file__).with_name("table.json")
 
 
@@ -42,7 +42,8 @@ class Topology:
     ``heads`` are the model's KV heads; MLA has one latent vector per token instead. D's prefix cache has the prompt's
     first ``cached`` tokens. ``groups`` are those of Mamba-2; ranks have the same one if there is one. A state
     has a block for each of ``drafts`` behind the prompt's. P has aborted an earlier push of the prompt after ``steps``
-    steps of ``CHUNK`` tokens, if there are any.
+    steps of ``CHUNK`` tokens, if there are any. A ``drafter`` has a layer of its own, behind the model's: with the
+    model's ``heads``, or with ``latents``.
     """
 
     kind: Kind = "full"
@@ -54,6 +55,7 @@ class Topology:
     groups: int = 8
     drafts: int = 0
     steps: int = 0
+    drafter: Literal["heads", "latents"] | None = None
 
     @property
     def caches(self) -> bool:
@@ -79,8 +81,6 @@ class Topology:
 
     def heads_of(self, side: Side, rank: int) -> range:
         """The KV heads that a tensor parallel rank holds. With more ranks than heads, several ranks hold one head."""
-        if self.has_latents:
-            return range(1)
         if side.tp > self.heads:
             head = rank * self.heads // side.tp
             return range(head, head + 1)
