@@ -75,6 +75,24 @@ def check_counted_once(p: EngineHost, d: EngineHost, before: dict[EngineHost, Sc
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(("p_ranks", "d_ranks"), [(2, 1), (1, 2)])
+def test_unequal_ranks_with_states(fleet: Fleet, p_ranks: int, d_ranks: int) -> None:
+    """Mamba-2 with one group: the ranks split its states, except B and C of the convolution."""
+    model = "GraniteMoeHybridForCausalLM"
+    p, d, plain = fleet.get(
+        replace(P_TWO, name=f"P-states-{p_ranks}", options=(("tensor_parallel_size", p_ranks),), model=model),
+        replace(D_TWO, name=f"D-states-{d_ranks}", options=(("tensor_parallel_size", d_ranks),), model=model),
+        EngineSpec("R-states", "R", None, model=model),
+    )
+    reference = Reference(plain)
+    for length, order in CASES:
+        handoff = send(p, d, prompt(length, seed=100), order)
+        assert handoff.outcome().d_tokens == reference.tokens(handoff.token_ids)  # P leaves the last token to D
+        pushes = wait_for_pushes(p.trace_dir, handoff.request_id, p_ranks)
+        assert {push.outcome for push in pushes} == {"completed"}
+
+
+@pytest.mark.exhaustive
 def test_ranks_with_equal_kv_send_each_block_once(fleet: Fleet) -> None:
     """Both ranks of P hold the model's only KV head."""
     model = "one kv head"
