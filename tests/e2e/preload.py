@@ -32,5 +32,7 @@ torch.set_num_threads(1)
 import_vllm()
 
 from layerpush.engine.scheduler import side_channel  # noqa: E402  # vLLM is loaded by import_vllm only
+from layerpush.transport import connections  # noqa: E402
 
 side_channel.WAIT_S = 0.05  # an engine's end waits so long for its listener
+connections.RETRY_S = 0.2  # between two tries of a handshake

@@ -31,7 +31,7 @@ def requests(engine: Engine) -> float:
 @pytest.mark.timeout(600)
 def test_p_finishes_its_requests_before_it_ends(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", SHAPE)
-    prompts = [make_prompt(length, seed, SHAPE.vocabulary) for seed, length in enumerate((2000, 300))]
+    prompts = [make_prompt(length, seed, SHAPE.vocabulary) for seed, length in enumerate((1200, 300))]
     with Interrupts() as interrupts, EngineGroup(tmp_path, interrupts, PortAllocator(DRAIN_PORTS)) as group:
         p = group.start(server_spec("prefill", "prefill", model, "--shutdown-timeout", "120"))
         d = group.start(server_spec("decode", "decode", model))

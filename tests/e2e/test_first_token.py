@@ -97,8 +97,14 @@ def finished(host: EngineHost, token_ids: list[int], sampling: dict[str, Any]) -
     return host.wait_output(request.request_id)
 
 
-@pytest.mark.parametrize("first", [STOP, OTHER], ids=["a stop token first", "another token first"])
-@pytest.mark.parametrize("forbidding", FORBIDDING)
+@pytest.mark.parametrize(
+    ("forbidding", "first"),
+    [
+        *((forbidding, STOP) for forbidding in FORBIDDING),
+        ("neither", OTHER),
+        *(pytest.param(forbidding, OTHER, marks=pytest.mark.exhaustive) for forbidding in ("P only", "D only", "both")),
+    ],
+)
 def test_a_stop_token_is_the_first_of_an_answer_only_where_d_allows_it(
     fleet: Fleet, reference: Reference, forbidding: str, first: int
 ) -> None:

@@ -9,7 +9,7 @@ from tests.e2e.models import LAYERS
 from tests.e2e.streamchecks import check_completed, check_streamed
 
 CASES: tuple[tuple[int, Order], ...] = (
-    (1, "late"), (32, "early"), (33, "together"), (257, "early"), (513, "late"), (1500, "early"), (1500, "late"),
+    (1, "late"), (32, "early"), (33, "together"), (257, "early"), (513, "late"), (900, "early"), (900, "late"),
 )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def test_chunks(fleet: Fleet, reference: Reference) -> None:
         handoff = send(p, d, prompt(length, seed=21), order, mode="chunk")
         check(handoff.outcome(), reference)
         check_completed(handoff.push(), length)
-        if (length, order) == (1500, "early"):
+        if (length, order) == (900, "early"):
             push = check_streamed(handoff, mode="chunk")
             assert len(push.writes) <= len(push.chunks)
             for write in push.writes:
@@ -47,7 +47,7 @@ def test_auto_needs_no_more_writes_than_layers(fleet: Fleet, reference: Referenc
     p, d = fleet.get(engines.P_AUTO, engines.D_LAYER)
     introduce(p, d)
     for seed in (22, 26):
-        handoff = send(p, d, prompt(2000, seed=seed), "early")
+        handoff = send(p, d, prompt(1200, seed=seed), "early")
         check(handoff.outcome(), reference)
         push = check_streamed(handoff, mode="auto")
         assert len(push.writes) <= len(push.chunks) * LAYERS

@@ -36,7 +36,7 @@ NOTE = re.compile(
     r"messages allow ([\d.]+) ms less to ([\d.]+) ms more"
 )
 ANOTHER_CLOCK = ("unshare", "--time", "--monotonic", str(AHEAD_S), "--fork")
-TOKENS = 1200
+TOKENS = 700
 PARENT = "b7ad6b7169203331"
 
 

@@ -195,7 +195,7 @@ def test_d_registers_fewer_blocks_than_the_prompt_has(fleet: Fleet, reference: R
 
 @pytest.mark.parametrize("side", ["P", engines.for_test_all("D")])
 def test_handshake_fails_then_succeeds(fleet: Fleet, reference: Reference, log: LogView, side: str) -> None:
-    """A failed try delays the request by a second. The request does not fail."""
+    """A failed try delays the request. The request does not fail."""
     p, d = fleet.get(engines.P, engines.D)
     host = p if side == "P" else d
     p.call(wirefaults.forget_peers)

@@ -160,6 +160,13 @@ def explored(name: str) -> tuple[set[Triple], list[PushWorld]]:
     return explore(first, moves, clone, likeness, lambda world: world.session)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_worlds() -> Iterator[None]:
+    """Else each later garbage collection of this process would look at millions of objects."""
+    yield
+    explored.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def homes() -> dict[State, list[PushWorld]]:
     """Worlds by the state of their session."""
