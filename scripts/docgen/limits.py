@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerpush.apps.proxy import body, legs, relay, server
+from layerpush.apps.proxy import body, legs, proxy, server
 from layerpush.compat import handshake, handshake_executor, heartbeats
 from layerpush.core import request_params, wire
 from layerpush.decode import early_messages
@@ -63,7 +63,7 @@ MESSAGES = (
     ),
     ("the proxy: headers of a request", server.MAX_HEADERS, "", "status 400, the connection ends"),
     ("the proxy: the arrival of a head", server.HEAD_TIMEOUT_S, "seconds", "the connection ends"),
-    ("the proxy: the arrival of a body", relay.UPLOAD_S, "seconds", "status 408, the connection ends"),
+    ("the proxy: the arrival of a body", proxy.UPLOAD_S, "seconds", "status 408, the connection ends"),
     ("the proxy: keys of a JSON object", body.MAX_KEYS, "", "status 400"),
     (
         "the proxy: an engine's answer in one piece, D's first event",

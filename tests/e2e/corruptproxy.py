@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from layerpush.apps.cli import app
 from layerpush.apps.proxy import legs
 
-read = legs._read
+begin = legs._begin
 
 
-async def read_something_else(*arguments: Any) -> tuple[bytes, bool]:
-    body, is_end = await read(*arguments)
-    return body.replace(b" w1", b" w2"), is_end
+async def begin_something_else(*arguments: Any) -> legs.Whole | legs.Stream:
+    answer = await begin(*arguments)
+    assert isinstance(answer, legs.Whole)
+    return dataclasses.replace(answer, body=answer.body.replace(b" w1", b" w2"))
 
 
 if __name__ == "__main__":
-    legs._read = read_something_else
+    legs._begin = begin_something_else
     app()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from layerpush.core.prefill_identity import PrefillIdentity
@@ -26,19 +26,15 @@ class Engine:
     rests_until: float = 0.0
     identity: PrefillIdentity | None = None
     """The identity of a prefill engine; None while it is unknown."""
-    former: set[PrefillIdentity] = field(default_factory=set)
-    """All identities seen since a server began to listen at this URL."""
     asked_at: float | None = None
     """The time at which the server that listens at this URL was asked for its identity."""
-    is_shared: bool = False
-    """Whether several engines answer at this URL, in turn."""
+    warning: str = ""
+    """The last logged reason why the identity is unknown."""
 
     def gone(self, now: float) -> None:
         """Nobody listens at its URL: the next server there is another process."""
         self.rests_until = now + REST_S
         self.identity = self.asked_at = None
-        self.former.clear()
-        self.is_shared = False
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:

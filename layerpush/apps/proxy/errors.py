@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from http import HTTPStatus
 
 from layerpush.core.wire import one_line
@@ -27,9 +26,7 @@ def shortened(text: str | bytes) -> str:
     return one_line(" ".join(text.split()), MESSAGE_CHARS) or "nothing"
 
 
-def error_body(status: int, message: str) -> bytes:
-    """The JSON object of an error in the OpenAI API."""
-    kind = "".join(word.capitalize() for word in HTTPStatus(status).name.split("_"))
-    if not kind.endswith("Error"):
-        kind += "Error"
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
+def error_object(status: int, message: str) -> dict[str, object]:
+    """An error of the OpenAI API, as JSON has it."""
+    kind = HTTPStatus(status).phrase.replace(" ", "")
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}

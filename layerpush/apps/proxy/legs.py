@@ -27,7 +27,6 @@ PASSED_BACK = ("content-type", "cache-control", "x-accel-buffering", "x-request-
 
 _STATUSES = (429, 500, 501, 502, 503, 504)
 """Statuses of engines that a client gets as well. In the place of others it gets 502."""
-_LIMIT = "(--engine-timeout-secs)"
 _EVENT_END = re.compile(rb"\n\r?\n")
 
 
@@ -35,32 +34,21 @@ class LegFailedError(Exception):
     """An engine did not answer as it should have, and the request is not at fault.
 
     Its text is for the log. ``public`` is for clients: neither an engine's address nor its own text. ``status`` is for
-    the client, too.
+    the client, too. ``suspects`` are the engines that may be the reason.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        message: str,
-        status: int = 502,
-        detail: str = "",
-        *,
-        is_gone: bool = False,
-        is_lost: bool = False,
-        suspects: Collection[Engine] | None = None,
+        self, engine: Engine, message: str, status: int = 502, detail: str = "", *, is_lost: bool = False
     ) -> None:
         """``message`` follows the engine's name in both texts, ``detail`` only in the log's.
 
-        ``is_gone``: nobody listens at the engine's URL. ``is_lost``: the connection ended early, or the engine is
-        another process now; it may answer another attempt. ``suspects``: engines that may be the reason.
+        ``is_lost``: there is no connection, or it ended early. The engine may answer another attempt.
         """
         super().__init__(f"{engine} {message}{detail and ': ' + detail}")
-        self.engine = engine
         self.status = status if status in _STATUSES else 502
         self.public = f"the {engine.role} engine {message}{detail and '; the log of the proxy says more'}"
-        self.suspects: Collection[Engine] = (engine,) if suspects is None else suspects
-        self.is_gone = is_gone
-        self.is_lost = is_lost or is_gone
+        self.suspects: Collection[Engine] = (engine,)
+        self.is_lost = is_lost
 
 
 @dataclass(frozen=True)
@@ -75,23 +63,18 @@ class Whole:
 class Stream:
     """An answer of D that has begun. Always ``close`` it: that aborts D's request."""
 
-    def __init__(self, engine: Engine, response: aiohttp.ClientResponse, first: bytes, idle_s: float) -> None:
+    def __init__(self, engine: Engine, response: aiohttp.ClientResponse, first: bytes) -> None:
         self.headers = _passed_back(response)
         self._engine = engine
         self._response = response
         self._first = first
-        self._idle_s = idle_s
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """Yields the bytes as they arrive. Raises ``LegFailedError``."""
         yield self._first
-        with _failures(self._engine, f"sent nothing for {self._idle_s:g} s {_LIMIT}"):
-            while data := await self._next():
+        with _failures(self._engine):
+            async for data in self._response.content.iter_any():
                 yield data
-
-    async def _next(self) -> bytes:
-        async with asyncio.timeout(self._idle_s):
-            return await self._response.content.readany()
 
     def close(self) -> None:
         self._response.close()
@@ -100,97 +83,76 @@ class Stream:
 class Engines:
     """Client of the engines' API servers, over one HTTP session. The proxy's own limit bounds its connections."""
 
-    def __init__(self, session: aiohttp.ClientSession, limit_s: float) -> None:
-        """``limit_s``: the longest wait for an answer, and the longest pause in a stream."""
+    def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
-        self._limit_s = limit_s
 
-    async def ask(self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]) -> Whole:
-        """POST, and read the whole answer. Raises ``LegFailedError``, also for status 429 and from 500 on."""
-        with _failures(engine, f"did not answer within {self._limit_s:g} s {_LIMIT}"):
-            async with asyncio.timeout(self._limit_s), self._post(engine, path, body, headers) as response:
+    async def ask(self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes | None = None) -> Whole:
+        """POST, or GET without ``body``, and read the whole answer.
+
+        Raises ``LegFailedError``, also for status 429 and from 500 on.
+        """
+        send = self._session.get if body is None else self._session.post
+        with _failures(engine):
+            async with send(engine.url + path, data=body, headers=headers, allow_redirects=False) as response:
                 return await _whole(engine, response)
 
     async def decode(
-        self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str], *, streams: bool
+        self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes, *, streams: bool
     ) -> Whole | Stream:
         """D's leg. Returns a whole answer, or a stream after its first event. Raises ``LegFailedError``.
 
         An answer that does not stream may take as long as the whole request.
         """
-        response: aiohttp.ClientResponse | None = None
-        with _failures(engine, f"sent no token within {self._limit_s:g} s {_LIMIT}"):
+        timeout = self._session.timeout if streams else aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        with _failures(engine):
+            response = await self._session.post(
+                engine.url + path, data=body, headers=headers, allow_redirects=False, timeout=timeout
+            )
             try:
-                async with asyncio.timeout(self._limit_s if streams else None):
-                    response = await self._post(engine, path, body, headers)
-                    return await (_whole if response.status != 200 else self._begin)(engine, response)
+                return await (_begin if response.status == 200 else _whole)(engine, response)
             except BaseException:  # close it after any error, so that the engine aborts the request
-                if response is not None:
-                    response.close()
+                response.close()
                 raise
 
-    async def models(self, engine: Engine, headers: Mapping[str, str]) -> Whole:
-        """The engine's list of models. Raises ``LegFailedError``, also for status 429 and from 500 on."""
-        with _failures(engine, f"did not answer within {CONNECT_S:g} s"):
-            async with (
-                asyncio.timeout(CONNECT_S),
-                self._session.get(f"{engine.url}/v1/models", headers=headers, allow_redirects=False) as response,
-            ):
-                return await _whole(engine, response)
 
-    def _post(
-        self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> aiohttp.client._RequestContextManager:
-        headers = {**headers, "Content-Type": "application/json"}
-        return self._session.post(engine.url + path, data=body, headers=headers, allow_redirects=False)
+def http_session(silence_s: float) -> aiohttp.ClientSession:
+    """The one session. It keeps no cookies, and asks for no compression.
 
-    async def _begin(self, engine: Engine, response: aiohttp.ClientResponse) -> Whole | Stream:
-        if response.content_type != EVENT_STREAM:
-            body, is_end = await _read(response, HELD_BYTES)
-            if is_end:
-                return Whole(200, _passed_back(response), body)
-            return Stream(engine, response, body, self._limit_s)
-        first = bytearray()
-        while data := await response.content.readany():
-            first += data
-            end = _EVENT_END.search(first, max(0, len(first) - len(data) - 2))
-            if end is not None and (first.startswith(b"data:") or b"\ndata:" in first):  # comments come before data
-                _check_first(engine, bytes(first))
-                return Stream(engine, response, bytes(first), self._limit_s)
-            if len(first) > MAX_ANSWER_BYTES:
-                raise LegFailedError(engine, f"sent an event of more than {MAX_ANSWER_BYTES} bytes")
-        raise LegFailedError(engine, "ended its answer before the first token", is_lost=True)
-
-
-def http_session() -> aiohttp.ClientSession:
-    """The one session. It keeps no cookies, and asks for no compression."""
+    ``silence_s``: the longest pause of an engine.
+    """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_IDLE_S),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-        headers={"Accept-Encoding": "identity"},
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silence_s),
+        headers={"Accept-Encoding": "identity", "Content-Type": "application/json"},
         cookie_jar=aiohttp.DummyCookieJar(),
     )
 
 
+async def end(*legs: asyncio.Task[None] | asyncio.Task[Whole] | asyncio.Task[Whole | Stream]) -> None:
+    """Cancel the legs, and close their streams."""
+    for leg in legs:
+        leg.cancel()
+    for ended in await asyncio.gather(*legs, return_exceptions=True):
+        if isinstance(ended, Stream):
+            ended.close()
+
+
 @contextlib.contextmanager
-def _failures(engine: Engine, when_late: str) -> Iterator[None]:
-    """Turn errors of a connection into ``LegFailedError``. ``when_late`` is the message after a time-out."""
+def _failures(engine: Engine) -> Iterator[None]:
+    """Turn errors of a connection into ``LegFailedError``. An engine that cannot be connected to is gone."""
     try:
         yield
     except (aiohttp.ClientError, TimeoutError) as error:
         error.__traceback__ = None  # aiohttp keeps the error, and the frames in it hold the request
-        raise _failure(engine, error, when_late) from None
-
-
-def _failure(engine: Engine, error: aiohttp.ClientError | TimeoutError, when_late: str) -> LegFailedError:
-    match error:
-        case aiohttp.ConnectionTimeoutError() | aiohttp.ClientConnectorError():
-            return LegFailedError(engine, "cannot be connected to", 503, shortened(str(error)), is_gone=True)
-        case TimeoutError():
-            return LegFailedError(engine, when_late, 504)
-        case _:
-            detail = shortened(str(error) or type(error).__name__)
-            return LegFailedError(engine, "broke the connection", detail=detail, is_lost=True)
+        detail = shortened(str(error) or type(error).__name__)
+        match error:
+            case aiohttp.ConnectionTimeoutError() | aiohttp.ClientConnectorError():
+                engine.gone(asyncio.get_running_loop().time())
+                raise LegFailedError(engine, "cannot be connected to", 503, detail, is_lost=True) from None
+            case TimeoutError():
+                raise LegFailedError(engine, "was silent for longer than --engine-timeout-secs", 504) from None
+            case _:
+                raise LegFailedError(engine, "broke the connection", detail=detail, is_lost=True) from None
 
 
 def _passed_back(response: aiohttp.ClientResponse) -> dict[str, str]:
@@ -199,24 +161,34 @@ def _passed_back(response: aiohttp.ClientResponse) -> dict[str, str]:
 
 
 async def _whole(engine: Engine, response: aiohttp.ClientResponse) -> Whole:
-    body, is_end = await _read(response, MAX_ANSWER_BYTES)
+    body = bytearray()
+    async for data in response.content.iter_any():
+        body += data
+        if len(body) > MAX_ANSWER_BYTES:
+            raise LegFailedError(engine, f"sent an answer of more than {MAX_ANSWER_BYTES} bytes")
     status = response.status
-    if not is_end:
-        raise LegFailedError(engine, f"sent an answer of more than {MAX_ANSWER_BYTES} bytes")
     if status == 200 or (400 <= status < 500 and status != 429):
-        return Whole(status, _passed_back(response), body)
-    message = f"answered {status} to {response.url.path}"
-    raise LegFailedError(engine, message, status, shortened(body))
+        return Whole(status, _passed_back(response), bytes(body))
+    raise LegFailedError(engine, f"answered {status} to {response.url.path}", status, shortened(bytes(body)))
 
 
-async def _read(response: aiohttp.ClientResponse, limit: int) -> tuple[bytes, bool]:
-    """Read to the end, or until there are more than ``limit`` bytes. Returns the bytes, and whether it is the end."""
-    parts = bytearray()
-    while data := await response.content.readany():
-        parts += data
-        if len(parts) > limit:
-            return bytes(parts), False
-    return bytes(parts), True
+async def _begin(engine: Engine, response: aiohttp.ClientResponse) -> Whole | Stream:
+    """An answer with status 200: whole if it is short and no stream of events, else up to its first event."""
+    has_events = response.content_type == EVENT_STREAM
+    first = bytearray()
+    async for data in response.content.iter_any():
+        first += data
+        if not has_events and len(first) > HELD_BYTES:
+            return Stream(engine, response, bytes(first))
+        end_of_event = has_events and _EVENT_END.search(first, max(0, len(first) - len(data) - 2))
+        if end_of_event and (first.startswith(b"data:") or b"\ndata:" in first):  # comments come before data
+            _check_first(engine, bytes(first))
+            return Stream(engine, response, bytes(first))
+        if len(first) > MAX_ANSWER_BYTES:
+            raise LegFailedError(engine, f"sent an event of more than {MAX_ANSWER_BYTES} bytes")
+    if has_events:
+        raise LegFailedError(engine, "ended its answer before the first token", is_lost=True)
+    return Whole(200, _passed_back(response), bytes(first))
 
 
 def _check_first(engine: Engine, events: bytes) -> None:

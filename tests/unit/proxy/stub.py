@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -39,6 +40,11 @@ class Seen:
     @property
     def request_id(self) -> str:
         return self.headers["X-Request-Id"]
+
+    @property
+    def prefill_request_id(self) -> str:
+        """P's X-Request-Id, in a request to D."""
+        return re.sub(r"^(chat)?cmpl-|(-0)?(-suffix)?$", "", self.params["remote_request_id"])
 
     @property
     def params(self) -> dict[str, Any]:
@@ -165,7 +171,7 @@ class Stub:
         if seen.params:
             if seen.params["remote_engine_id"] not in self.network.engines:
                 await asyncio.Event().wait()
-            await self.network.pushed(seen.request_id).wait()
+            await self.network.pushed(seen.prefill_request_id).wait()
         return await self._stream(request, seen, fault) if seen.body.get("stream") else self._complete(seen)
 
     async def _cut(self, request: web.Request) -> web.StreamResponse:

@@ -8,13 +8,13 @@ import json
 
 import pytest
 
-from layerpush.apps.proxy import server
 from layerpush.apps.proxy.server import MAX_HEADERS, MAX_LINE_BYTES
 from tests.unit.proxy.test_hostile import BODY, head, raw
 from tests.unit.proxy.world import World, asynchronous, until, world
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 JSON = json.dumps(BODY).encode()
+IMPATIENT = {"keepalive_timeout": 0.3}
 CHUNKED = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
 
 
@@ -86,16 +86,10 @@ async def test_a_body_may_be_larger_than_a_head() -> None:
             writer.close()
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.3)
-
-
 @pytest.mark.parametrize("beginning", [b"G", HEALTH[:-2], HEALTH + b"\r\nG"], ids=["byte", "open head", "second head"])
-@pytest.mark.usefixtures("impatient")
 @asynchronous
 async def test_an_unfinished_head_times_out(beginning: bytes) -> None:
-    async with world() as here:
+    async with world(runner=IMPATIENT) as here:
         reader, writer = await raw(here, beginning)
         if beginning.startswith(HEALTH):
             assert (await answer(reader))[0] == 200
@@ -103,10 +97,9 @@ async def test_an_unfinished_head_times_out(beginning: bytes) -> None:
         writer.close()
 
 
-@pytest.mark.usefixtures("impatient")
 @asynchronous
 async def test_a_connection_without_a_byte_is_closed() -> None:
-    async with world() as here:
+    async with world(runner=IMPATIENT) as here:
         reader, writer = await raw(here)
         await ended(reader)
         writer.close()
@@ -121,10 +114,9 @@ async def asked(here: World, *more: bytes) -> tuple[asyncio.StreamReader, asynci
     return connected
 
 
-@pytest.mark.usefixtures("impatient")
 @asynchronous
 async def test_the_deadline_of_a_head_waits_for_the_answer_before_it() -> None:
-    async with world() as here:
+    async with world(runner=IMPATIENT) as here:
         reader, writer = await asked(here, b"GET /health ")
         now = asyncio.get_running_loop().time
         began = now()
@@ -153,8 +145,6 @@ async def test_a_kept_connection_serves_many_requests() -> None:
         (b"GET /health HTTP/1.1\r\n\r\n", b"Missing 'Host'"),
         (b"GET /health HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n", b"Duplicate 'Host'"),
         (b"GET /health HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n", b"Duplicate 'Host'"),
-        (CHUNKED.replace(b": chunked", b": gzip, chunked"), b"must be chunked"),
-        (CHUNKED.replace(b": chunked", b": identity, chunked"), b"must be chunked"),
         (CHUNKED.replace(b": chunked", b": chunked\r\nTransfer-Encoding: chunked"), b""),
     ],
 )

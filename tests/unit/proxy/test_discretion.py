@@ -70,15 +70,6 @@ async def test_errors_of_a_connection_name_no_address(role: str, fault: Fault) -
         assert error_of(reply)["message"] == f"the {role} engine broke the connection; the log of the proxy says more"
 
 
-@asynchronous
-async def test_a_restarted_p_is_not_named() -> None:
-    async with world(retries=0) as here:
-        await here.introduce()
-        await here.p.restart("p0-reborn")
-        reply = await here.post()
-        assert error_of(reply)["message"] == "the prefill engine has restarted; the log of the proxy says more"
-
-
 @pytest.mark.parametrize("status", ["999 Odd", "600 Odd", "204 No Content", "299 Odd", "304 Not Modified", "599 Odd"])
 @asynchronous
 async def test_an_odd_status_is_a_failure(status: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,12 +14,15 @@ from typing import Any
 from unittest import mock
 
 import aiohttp
+from aiohttp import web
 from multidict import CIMultiDictProxy
 
-from layerpush.apps.proxy import relay, server
+from layerpush.apps.proxy import proxy as proxy_module
+from layerpush.apps.proxy import server
+from layerpush.apps.proxy.attempt import Attempt
 from layerpush.apps.proxy.body import COMPLETIONS, RequestBody
-from layerpush.apps.proxy.core import Proxy
 from layerpush.apps.proxy.engines import Engine
+from layerpush.apps.proxy.proxy import RETRIES, UPLOAD_S, Proxy
 from layerpush.apps.proxy.settings import Settings
 from tests.unit.proxy.stub import MODEL, Network, Stub, running
 
@@ -104,7 +107,8 @@ class World:
         """Let the proxy learn the identity of each P, as before its first request."""
         for engine in self.proxy.prefill.engines:
             body = RequestBody(COMPLETIONS, json.dumps({"model": MODEL}).encode())
-            await self.proxy.introductions.introduce(engine, self.proxy.decode.engines[0], body, {})
+            decode = self.proxy.decode.engines[0]
+            await Attempt(self.proxy.engines, self.proxy.questions, body, {}, engine, decode).introduce()
 
 
 @contextlib.asynccontextmanager
@@ -114,13 +118,14 @@ async def world(
     *,
     p0: Mapping[str, Any] = MappingProxyType({}),
     d0: Mapping[str, Any] = MappingProxyType({}),
-    retries: int = relay.RETRIES,
-    upload_s: float = relay.UPLOAD_S,
+    retries: int = RETRIES,
+    upload_s: float = UPLOAD_S,
+    runner: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> AsyncIterator[World]:
     """Engines p0, p1, ... and d0, d1, ..., and a proxy before them.
 
-    ``p0`` and ``d0``: attributes of these stubs. ``retries``, ``upload_s``: in the place of the proxy's constants.
+    ``p0`` and ``d0``: attributes of these stubs. ``retries``, ``upload_s``, ``runner``: in the place of the proxy's.
     """
     network = Network()
     prefill = [Stub(network, "prefill", f"p{index}") for index in range(prefills)]
@@ -132,12 +137,17 @@ async def world(
         port = free_port()
         urls = {"prefill": [stub.url for stub in prefill], "decode": [stub.url for stub in decode]}
         proxy = Proxy(Settings(**urls, port=port, **settings))
+        served = web.AppRunner(server.make_app(proxy), **{**server.RUNNER, "shutdown_timeout": 1.0, **runner})
         here = World(network, prefill, decode, f"http://127.0.0.1:{port}", proxy)
         with (
-            mock.patch.object(relay, "RETRIES", retries),
-            mock.patch.object(relay, "UPLOAD_S", upload_s),
-            mock.patch.object(server, "DRAIN_S", 2.0),
+            mock.patch.object(proxy_module, "RETRIES", retries),
+            mock.patch.object(proxy_module, "UPLOAD_S", upload_s),
         ):
-            async with server.serving(proxy), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-                here.session = session
-                yield here
+            await served.setup()
+            await web.TCPSite(served, "127.0.0.1", port).start()
+            try:
+                async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+                    here.session = session
+                    yield here
+            finally:
+                await served.cleanup()
