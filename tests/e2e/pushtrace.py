@@ -42,7 +42,7 @@ def pushes(trace_dir: pathlib.Path, base_request_id: str) -> list[Push]:
     return [push for push in pushes if push.request_id.startswith(base_request_id)]
 
 
-def wait_for_pushes(trace_dir: pathlib.Path, base_request_id: str, count: int = 1, timeout: float = 10.0) -> list[Push]:
+def wait_for_pushes(trace_dir: pathlib.Path, base_request_id: str, count: int = 1, timeout: float = 30.0) -> list[Push]:
     """The `count` pushes of a request. P writes their lines shortly after the request's end."""
     deadline = time.monotonic() + timeout
     while len(found := pushes(trace_dir, base_request_id)) < count:

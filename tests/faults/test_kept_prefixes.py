@@ -15,7 +15,7 @@ CHUNKS = 10
 LENGTH = CHUNKS * PREFILL_TOKENS_PER_STEP - BLOCK_SIZE // 2
 MAX_TOKENS = 4
 FEW, HALF, MOST = 1, 5, 9
-SILENT_S = 3 * engines.KEEPS_TIMEOUT_S + engines.GRACE_S
+SILENT_S = 3 * engines.PEER_TIMEOUT_S + engines.GRACE_S
 """D has parked the load of a silent P by then."""
 GONE = "(dead|died|gone|ended|lost|restarted)"
 
@@ -66,7 +66,7 @@ def test_p_killed_half_way(fleet: Fleet, reference: Reference, log: LogView, chu
     (d,) = fleet.get(engines.D_KEEPS)
     handoff = half_way(p, d, 600 + chunks, chunks)
     p.kill()
-    check_load_failed(handoff, reference, timeout=engines.KEEPS_TIMEOUT_S + engines.GRACE_S)
+    check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
     landed = chunks * PREFILL_TOKENS_PER_STEP
     log.check_one(d, handoff.request_id, f"{GONE}.*; the KV of its first {landed} tokens has landed")
     check_computed(d, handoff, chunks)
@@ -84,7 +84,7 @@ def test_a_router_tries_again(fleet: Fleet, reference: Reference, log: LogView, 
     handoff = half_way(p, d, 610, HALF)
     if d_spec is engines.D_FAIL_KEEPS:
         p.kill()
-        check_load_failed(handoff, reference, timeout=engines.KEEPS_TIMEOUT_S + engines.GRACE_S)
+        check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
         landed = HALF * PREFILL_TOKENS_PER_STEP
         log.check_one(d, handoff.request_id, f"{GONE}.*; the KV of its first {landed} tokens has landed")
     else:
