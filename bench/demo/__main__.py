@@ -45,14 +45,6 @@ def main(
     plot: Annotated[
         Path, typer.Option(metavar="FILE", dir_okay=False, help="File for the timeline picture (PNG).")
     ] = Path("layerpush-demo.png"),
-    model_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            file_okay=False,
-            help="Folder of the random-weight model; built once. Default: a cache.",
-        ),
-    ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Number of prompts for each mode.")] = 4,
     prompt_tokens: Annotated[int, typer.Option(min=16, help="Length of each prompt, in tokens.")] = 2048,
     link: Annotated[
@@ -81,7 +73,7 @@ def main(
     lengths = [prompt_tokens] * prompts
     try:
         with Interrupts() as interrupts, work_directory(keep_logs) as work, places_of(link, interrupts) as places:
-            report = _compare(Display(console), interrupts, work, places, model_dir or model_cache(), lengths)
+            report = _compare(Display(console), interrupts, work, places, lengths)
     except Interrupted as interrupted:
         console.print(f"[yellow]{interrupted}; all servers are down.[/]")
         raise typer.Exit(interrupted.exit_status) from None
@@ -106,7 +98,6 @@ def _compare(
     interrupts: Interrupts,
     work: Path,
     places: Sequence[Place],
-    model_dir: Path,
     lengths: list[int],
 ) -> DemoReport:
     """Start the servers, measure prompts of these lengths in each mode, and stop the servers."""
@@ -117,7 +108,7 @@ def _compare(
     with EngineGroup(work, interrupts, stop_timeout_s=STOP_S, forks=True) as group:
         for place in places:
             group.preload(place)
-        model = write_model(model_dir, DEMO_SHAPE)
+        model = write_model(model_cache(), DEMO_SHAPE)
         cluster = Cluster(model, DEMO_SHAPE, max(lengths), work / "trace", *places)
         with display.waiting("Importing vLLM, once for all servers"):
             specs = cluster.prefill(), cluster.decode(), cluster.faulty_prefill()

@@ -43,7 +43,6 @@ def main(
     models: Annotated[
         str | None,
         typer.Option(
-            show_default=False,
             help="; ".join(f"{name}: {model.about}" for name, model in MODELS.items())
             + f". Default: {','.join(DEFAULT.models)}, or {','.join(LONG.models)} with --long.",
         ),
@@ -51,14 +50,12 @@ def main(
     tokens: Annotated[
         str | None,
         typer.Option(
-            show_default=False,
-            help="Prompt lengths. Default: 4096,16384,32768,131072; 1024,4096 with --quick; 65536, too, with --long.",
+            help="Prompt lengths. Default: 4096,16384,32768,131072; 1024,4096 with --quick; 65536, too, with --long."
         ),
     ] = None,
     ids: Annotated[
         str | None,
         typer.Option(
-            show_default=False,
             help="; ".join(f"{name}: {what}" for name, what in PATTERNS.items())
             + ". Default: contiguous,random; random with --quick or --long.",
         ),
@@ -69,9 +66,7 @@ def main(
     chunk_tokens: Annotated[
         int | None,
         typer.Option(
-            min=BLOCK_TOKENS,
-            show_default=False,
-            help="Tokens of a step: --max-num-batched-tokens. Default: 2048, or 8192 with --long.",
+            min=BLOCK_TOKENS, help="Tokens of a step: --max-num-batched-tokens. Default: 2048, or 8192 with --long."
         ),
     ] = None,
     cached: Annotated[str, typer.Option(help="Percent of each prompt in P's prefix cache; 0,90 measures both.")] = "0",
@@ -80,7 +75,7 @@ def main(
     ] = LAYER_MS,
     rounds: Annotated[
         int | None,
-        typer.Option(min=2, show_default=False, help="Samples of each mode. Default: 6; 3 with --quick or --long."),
+        typer.Option(min=2, help="Samples of each mode. Default: 6; 3 with --quick or --long."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Short prompts, one pattern, few rounds: about a minute.")
@@ -93,17 +88,13 @@ def main(
         int | None,
         typer.Option(
             min=1,
-            show_default=False,
             help="Skip prompts with more KV; each side takes 1.25 times as much. Default: 640; 160 with --quick; 5120 "
             "with --long.",
         ),
     ] = None,
     growth: Annotated[
         bool | None,
-        typer.Option(
-            show_default=False,
-            help="Also measure the growth of costs, on the first link. Default: yes, but not with --long.",
-        ),
+        typer.Option(help="Also measure the growth of costs, on the first link. Default: yes, but not with --long."),
     ] = None,
     packing: Annotated[Packing, typer.Option(help="The connector's setting.")] = "auto",
     progress: Annotated[
@@ -121,9 +112,7 @@ def main(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            show_default=False,
-            help="All samples as JSON. Default: a file in build/bench, or nothing with --quick.",
+            metavar="FILE", help="All samples as JSON. Default: a file in build/bench, or nothing with --quick."
         ),
     ] = None,
 ) -> None:

@@ -9,8 +9,6 @@ import numpy as np
 
 PATTERNS = {
     "contiguous": "one run on both sides",
-    "half": "a run for one half, any order for the other, on both sides",
-    "random-p": "any order on P, one run on D",
     "random": "any order on both sides",
 }
 
@@ -32,11 +30,7 @@ class Draw:
 def draw_blocks(ids: str, blocks: int, pool: int, key: Sequence[int]) -> Draw:
     """``blocks`` blocks among ``pool`` on each side, by a pattern. Equal keys give equal blocks in every process."""
     generator = np.random.default_rng(list(key))
-    if ids == "half":
-        sides = [_half(generator, pool, blocks, blocks // 2) for _ in range(2)]
-    else:
-        scattered = {"contiguous": (False, False), "random-p": (True, False), "random": (True, True)}[ids]
-        sides = [_scattered(generator, pool, blocks) if apart else _run(generator, pool, blocks) for apart in scattered]
+    sides = [(_scattered if ids == "random" else _run)(generator, pool, blocks) for _ in range(2)]
     return Draw(*(tuple(side.tolist()) for side in sides))
 
 
@@ -46,9 +40,3 @@ def _run(generator: np.random.Generator, pool: int, count: int) -> np.ndarray:
 
 def _scattered(generator: np.random.Generator, pool: int, count: int) -> np.ndarray:
     return 1 + generator.choice(pool - 1, count, replace=False)
-
-
-def _half(generator: np.random.Generator, pool: int, count: int, whole: int) -> np.ndarray:
-    run = _run(generator, pool, whole)
-    others = np.setdiff1d(np.arange(1, pool), run, assume_unique=True)
-    return np.concatenate([run, generator.choice(others, count - whole, replace=False)])

@@ -20,10 +20,9 @@ LENGTHS, QUICK_LENGTHS = "1024,2048,4096", "1024"
 ROUNDS, QUICK_ROUNDS = 5, 3
 REQUESTS, QUICK_REQUESTS = 3, 2
 LONGEST = "max"
+ANSWER_TOKENS, SEED = 16, 0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-
-_WHAT, _ENGINES, _FILES = "Measurement", "Engines", "Files"
 
 
 @app.command()
@@ -31,113 +30,78 @@ def main(
     modes: Annotated[
         str,
         typer.Option(
-            help="; ".join(f"{mode}: {what}" for mode, what in MODES.items()) + ". aggregated is always measured.",
-            rich_help_panel=_WHAT,
+            help="; ".join(f"{mode}: {what}" for mode, what in MODES.items()) + ". aggregated is always measured."
         ),
     ] = ",".join(MODES),
     lengths: Annotated[
         str | None,
         typer.Option(
-            show_default=False,
-            help=f"Prompt lengths in tokens; max: the model's limit. Default: {LENGTHS}, or {QUICK_LENGTHS} if quick.",
-            rich_help_panel=_WHAT,
+            help=f"Prompt lengths in tokens; max: the model's limit. Default: {LENGTHS}, or {QUICK_LENGTHS} if quick."
         ),
     ] = None,
-    concurrency: Annotated[str, typer.Option(help="Requests at a time.", rich_help_panel=_WHAT)] = "1",
+    concurrency: Annotated[str, typer.Option(help="Requests at a time.")] = "1",
     background: Annotated[
         str,
         typer.Option(
             help="Other streams that D, or the aggregated engine, decodes meanwhile; 0,4 measures an idle D and a busy "
-            "one.",
-            rich_help_panel=_WHAT,
+            "one."
         ),
     ] = "0",
-    max_num_batched_tokens: Annotated[
-        str, typer.Option(help="Tokens of an engine's step: the size of a chunk.", rich_help_panel=_WHAT)
-    ] = str(DEFAULT_STEP_TOKENS),
+    max_num_batched_tokens: Annotated[str, typer.Option(help="Tokens of an engine's step: the size of a chunk.")] = str(
+        DEFAULT_STEP_TOKENS
+    ),
     links: Annotated[
         str,
         typer.Option(
-            help=f"Between P and D: {LOOPBACK}, or rates of an emulated link, for example 2gbit, which needs root.",
-            rich_help_panel=_WHAT,
+            help=f"Between P and D: {LOOPBACK}, or rates of an emulated link, for example 2gbit, which needs root."
         ),
     ] = LOOPBACK,
     rounds: Annotated[
         int | None,
         typer.Option(
             min=2,
-            show_default=False,
             help=f"Calls of vllm bench serve in each mode and cell. Default: {ROUNDS}, or {QUICK_ROUNDS} if quick.",
-            rich_help_panel=_WHAT,
         ),
     ] = None,
     requests: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            show_default=False,
-            help=f"Requests of a call, times the concurrency. Default: {REQUESTS}, or {QUICK_REQUESTS} if quick.",
-            rich_help_panel=_WHAT,
+            min=1, help=f"Requests of a call, times the concurrency. Default: {REQUESTS}, or {QUICK_REQUESTS} if quick."
         ),
     ] = None,
-    answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.", rich_help_panel=_WHAT)] = 16,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and arrivals.", rich_help_panel=_WHAT)] = 0,
     compare: Annotated[
         Compare,
-        typer.Option(
-            help="; ".join(f"{how}: compare answers {what}" for how, what in COMPARE.items()) + ".",
-            rich_help_panel=_WHAT,
-        ),
+        typer.Option(help="; ".join(f"{how}: compare answers {what}" for how, what in COMPARE.items()) + "."),
     ] = "aggregated",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="One length, few rounds: some minutes on two cores.", rich_help_panel=_WHAT)
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One length, few rounds: some minutes on two cores.")] = False,
     corrupt: Annotated[
         bool,
-        typer.Option(
-            "--corrupt",
-            help="Damage one layer of layer mode's pushes: the run must fail with status 1.",
-            rich_help_panel=_WHAT,
-        ),
+        typer.Option("--corrupt", help="Damage one layer of layer mode's pushes: the run must fail with status 1."),
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH",
-            show_default=False,
-            help="Model, with its tokenizer. Default: one that the bench makes.",
-            rich_help_panel=_ENGINES,
-        ),
+        typer.Option(metavar="PATH", help="Model, with its tokenizer. Default: one that the bench makes."),
     ] = None,
     shape: Annotated[
         ShapeName | None,
         typer.Option(
-            show_default=False,
             help=f"Model that the bench makes. demo: that of make demo. long: for prompts of 4k to 64k tokens. "
-            f"Default: {DEFAULT_SHAPE}.",
-            rich_help_panel=_ENGINES,
+            f"Default: {DEFAULT_SHAPE}."
         ),
     ] = None,
     engine_args: Annotated[
         str,
-        typer.Option(metavar="TEXT", help="More options of vllm serve, for every engine.", rich_help_panel=_ENGINES),
+        typer.Option(metavar="TEXT", help="More options of vllm serve, for every engine."),
     ] = "",
     engine_env: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Environment of every engine; repeat it.", rich_help_panel=_ENGINES),
+        typer.Option(metavar="NAME=VALUE", help="Environment of every engine; repeat it."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            show_default=False,
-            help="Default: serve-DATE.json in build/bench, or nothing with --quick.",
-            rich_help_panel=_FILES,
-        ),
+        typer.Option(metavar="FILE", help="Default: serve-DATE.json in build/bench, or nothing with --quick."),
     ] = None,
-    keep_logs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep logs and traces in DIR.", rich_help_panel=_FILES)
-    ] = None,
+    keep_logs: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep logs and traces in DIR.")] = None,
 ) -> None:
     """Measure every mode on real engines with `vllm bench serve`, side by side.
 
@@ -175,13 +139,13 @@ def main(
         )
         plan = Plan(
             modes=[AGGREGATED, *(mode for mode in names(modes, list(MODES)) if mode != AGGREGATED)],
-            lengths=_lengths(lengths or (QUICK_LENGTHS if quick else LENGTHS), options.longest_prompt(answer_tokens)),
+            lengths=_lengths(lengths or (QUICK_LENGTHS if quick else LENGTHS), options.longest_prompt(ANSWER_TOKENS)),
             loads=[Load(each, streams) for streams in numbers(background, 0) for each in numbers(concurrency)],
             setups=[Setup(link.strip(), size) for link in links.split(",") for size in numbers(max_num_batched_tokens)],
             rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
             requests=requests or (QUICK_REQUESTS if quick else REQUESTS),
-            answer_tokens=answer_tokens,
-            seed=seed,
+            answer_tokens=ANSWER_TOKENS,
+            seed=SEED,
             compare=compare,
         )
     except ValueError as error:
