@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -152,23 +149,3 @@ def test_plot_without_matplotlib_names_the_extra_to_install(
 def test_a_request_without_times_cannot_be_drawn(tmp_path: Path) -> None:
     with pytest.raises(PictureError, match="no time of r is recorded"):
         draw_request(RequestTrace("r", [push()], []), tmp_path / "one.png")
-
-
-def test_progress_is_shown_only_on_a_terminal(recorded: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "layerpush", "trace", "merge", str(recorded), "--out", str(tmp_path / "one.json")]
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=os.environ | {"TERM": "xterm"}) as done:
-        os.close(theirs)
-        shown = b"".join(iter(lambda: _read(ours), b""))
-    os.close(ours)
-    assert b"reading" in shown
-    assert b"writing" in shown
-    plain = subprocess.run(command, capture_output=True, check=True)
-    assert (done.returncode, b"reading" in plain.stderr + plain.stdout) == (0, False)
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 1 << 16)
-    except OSError:  # the other end is closed
-        return b""

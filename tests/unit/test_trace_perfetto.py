@@ -216,10 +216,8 @@ def test_a_push_without_a_time_is_left_out(tmp_path: Path) -> None:
 def test_the_trace_is_written_in_pieces(tmp_path: Path) -> None:
     """The whole trace of many requests would take gigabytes."""
     write(tmp_path / "p.jsonl", process("P", "x"), *[push(str(n), t_first_planned=float(n)) for n in range(100)])
-    done: list[int] = []
-    pieces = chrome_trace(read_traces([tmp_path]), done.append)
-    sizes = [len(piece) for piece in pieces]
-    assert sum(done) == 100
+    sizes = [len(piece) for piece in chrome_trace(read_traces([tmp_path]))]
+    assert len(sizes) > 100
     assert max(sizes[2:]) < 1000
 
 

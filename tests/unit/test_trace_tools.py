@@ -118,15 +118,6 @@ def test_outlines_leave_out_large_lists(tmp_path: Path) -> None:
     ]
 
 
-def test_bytes_read_are_reported_as_progress(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", process("P", "x"), push())
-    write(tmp_path / "b.jsonl", process("D", "x"), load())
-    reported: list[int] = []
-    read_folders([tmp_path], on_bytes=reported.append)
-    assert len(reported) == 4
-    assert sum(reported) == sum(path.stat().st_size for path in tmp_path.iterdir())
-
-
 def test_an_empty_folder_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", process("D", "x"))
     with pytest.raises(FolderError, match="set trace_dir in kv_connector_extra_config of P and D"):

@@ -57,12 +57,12 @@ def merge(
     Exit status: 0, or 2 if the folders have no traces.
     """
     from layerpush.apps.tracing.perfetto import chrome_trace
-    from layerpush.apps.tracing.progress import bar
+    from layerpush.apps.tracing.requests import read_traces
 
     with _errors_in_one_line():
-        traces = _read(folders)
-        with out.open("wb") as file, bar("writing", len(traces.requests)) as on_request:
-            file.writelines(chrome_trace(traces, on_request))
+        traces = read_traces(folders)
+        with out.open("wb") as file:
+            file.writelines(chrome_trace(traces))
     _print_notes(traces)
     typer.echo(f"{out}: {len(traces.requests)} requests; open it in https://ui.perfetto.dev")
 
@@ -92,9 +92,10 @@ def plot(
     """
     from layerpush.apps.tracing.breakdown import slowest
     from layerpush.apps.tracing.picture import draw_request
+    from layerpush.apps.tracing.requests import read_traces
 
     with _errors_in_one_line():
-        traces = _read(folders)
+        traces = read_traces(folders)
         chosen = slowest(traces.requests, 1)[0].request if request is None else traces.find(request)
         draw_request(chosen, out)
     _print_notes(traces)
@@ -122,19 +123,11 @@ def summary(
     Exit status: 0, or 2 if the folders have no traces.
     """
     from layerpush.apps.tracing.report import summary_data, summary_text
-
-    with _errors_in_one_line():
-        traces = _read(folders, outlines=True)
-    typer.echo(json.dumps(summary_data(traces, top), indent=2) if as_json else summary_text(traces, top))
-
-
-def _read(folders: list[Path], *, outlines: bool = False) -> TraceSet:
-    from layerpush.apps.tracing.folder import trace_files
-    from layerpush.apps.tracing.progress import bar
     from layerpush.apps.tracing.requests import read_traces
 
-    with bar("reading", sum(path.stat().st_size for path in trace_files(folders)), "bytes") as on_bytes:
-        return read_traces(folders, outlines=outlines, on_bytes=on_bytes)
+    with _errors_in_one_line():
+        traces = read_traces(folders, outlines=True)
+    typer.echo(json.dumps(summary_data(traces, top), indent=2) if as_json else summary_text(traces, top))
 
 
 def _print_notes(traces: TraceSet) -> None:

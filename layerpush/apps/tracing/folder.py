@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from layerpush.apps.tracing.progress import Advance, silent
 from layerpush.core.push_mode import PushMode
 from layerpush.telemetry.trace_records import (
     SCHEDULER_RANK,
@@ -70,15 +69,16 @@ def trace_files(folders: Iterable[Path]) -> list[Path]:
     return sorted({path.resolve() for folder in folders for path in folder.rglob("*.jsonl")})
 
 
-def read_folders(folders: Iterable[Path], *, outlines: bool = False, on_bytes: Advance = silent) -> list[Source]:
+def read_folders(folders: Iterable[Path], *, outlines: bool = False) -> list[Source]:
     """The records of all processes in these folders and below. Raises ``FolderError`` if there is no push and no load.
 
     With ``outlines``, pushes have no rows of layers and WRITEs: that takes less memory.
     """
     folders = list(folders)
-    sources = [
-        source for path in trace_files(folders) for source in read_lines(path, _lines_of(path, on_bytes), outlines)
-    ]
+    sources: list[Source] = []
+    for path in trace_files(folders):
+        with path.open("rb") as file:
+            sources += read_lines(path, file, outlines)
     if not any(source.pushes or source.loads for source in sources):
         where = ", ".join(map(str, folders))
         raise FolderError(
@@ -86,13 +86,6 @@ def read_folders(folders: Iterable[Path], *, outlines: bool = False, on_bytes: A
             "send a request with both in it, and name that directory"
         )
     return sources
-
-
-def _lines_of(path: Path, on_bytes: Advance) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        for line in file:
-            yield line
-            on_bytes(len(line))
 
 
 def read_lines(path: Path, lines: Iterable[bytes], outlines: bool = False) -> list[Source]:

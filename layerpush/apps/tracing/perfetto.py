@@ -21,7 +21,6 @@ import msgspec
 
 from layerpush.apps.tracing.clocks import sent_after
 from layerpush.apps.tracing.intervals import Computed, compute_intervals, lanes, marks, phases, token_phases
-from layerpush.apps.tracing.progress import Advance, silent
 from layerpush.apps.tracing.report import notes
 from layerpush.apps.tracing.requests import RequestTrace, TraceSet, times
 from layerpush.core.push_mode import PushMode
@@ -48,7 +47,7 @@ class Slice:
     """``(kind, name, id, time)`` of arrows, with the time in seconds. Kind "s": it starts here, "f": it ends here."""
 
 
-def chrome_trace(traces: TraceSet, on_request: Advance = silent) -> Iterator[bytes]:
+def chrome_trace(traces: TraceSet) -> Iterator[bytes]:
     """A JSON object in Chrome's trace event format, in pieces, because it may be too large for memory.
 
     Its times are microseconds since the beginning of the first slice.
@@ -65,7 +64,6 @@ def chrome_trace(traces: TraceSet, on_request: Advance = silent) -> Iterator[byt
     for request in traces.requests:
         for place, category, item in layout.placed(_slices(request, numbers)):
             yield b"," + encode(list(_events(item, place, category, layout.zero)))[1:-1]
-        on_request(1)
     yield b"]}\n"
 
 

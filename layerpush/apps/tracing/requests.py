@@ -12,7 +12,6 @@ from msgspec import Struct
 
 from layerpush.apps.tracing.clocks import Clocks, find_clocks
 from layerpush.apps.tracing.folder import Source, read_folders
-from layerpush.apps.tracing.progress import Advance, silent
 from layerpush.telemetry.trace_records import FirstTokenRecord, LoadRecord, PushRecord, Record
 
 
@@ -81,9 +80,9 @@ class TraceSet:
         raise RequestError(f"{wanted!r} is not the id of one request: {reason}: {some}{more}")
 
 
-def read_traces(folders: Iterable[Path], *, outlines: bool = False, on_bytes: Advance = silent) -> TraceSet:
+def read_traces(folders: Iterable[Path], *, outlines: bool = False) -> TraceSet:
     """Read the folders and join their records. ``outlines`` and ``FolderError``: see ``read_folders``."""
-    sources = read_folders(folders, outlines=outlines, on_bytes=on_bytes)
+    sources = read_folders(folders, outlines=outlines)
     clocks = find_clocks(sources)
     return TraceSet(join(sources, clocks), sources, clocks)
 
