@@ -85,11 +85,6 @@ class BoundedIndex(Generic[V]):
         numbers = [number for number in self._numbers_of(names) if condition(self._entries[number].value)]
         return [self._drop(number) for number in numbers]
 
-    def drop_if(self, condition: Callable[[V], bool]) -> list[V]:
-        """Forget and return all values that meet the condition."""
-        numbers = [number for number, entry in self._entries.items() if condition(entry.value)]
-        return [self._drop(number) for number in numbers]
-
     def expire(self, now: float) -> list[V]:
         """Forget and return the values that are too old."""
         dropped = []

@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -43,7 +42,10 @@ class TraceFile:
 
     def __init__(self, directory: str | None, engine_id: str, rank: int) -> None:
         """Raises ``ConfigError`` if ``directory`` is no directory and cannot be made one."""
-        self._counts = _Counts()
+        self.dropped = 0
+        """The number of lost records. Any thread may read it."""
+        self._lock = threading.Lock()  # for the counts
+        self._records = self._rows = 0  # that wait to be written
         self._closing = False
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_LIMIT)
         self._thread: threading.Thread | None = None
@@ -69,27 +71,23 @@ class TraceFile:
     def enabled(self) -> bool:
         return self._thread is not None
 
-    @property
-    def dropped(self) -> int:
-        """The number of lost records. Any thread."""
-        return self._counts.dropped
-
     def write_record(self, record: Record) -> None:
         """Queue a record that the caller will not change any more. Never blocks. One thread of a process."""
         if self._thread is None:
             return
-        rows, waiting = record.rows, self._counts.rows_waiting
-        try:
-            if waiting and waiting + rows > ROWS_LIMIT:
-                raise queue.Full
-            self._queue.put_nowait(record)
-        except queue.Full:
-            self._counts.crowded_out += 1
-            behind = self._queue.qsize()
-            text = f"the trace {self._path} is {behind} records of {waiting} rows behind: this one is dropped"
+        with self._lock:
+            fits = not self._rows or self._rows + record.rows <= ROWS_LIMIT
+            fits = fits and not self._queue.full()
+            if fits:
+                self._queue.put_nowait(record)
+                self._records += 1
+                self._rows += record.rows
+            else:
+                self.dropped += 1
+                behind = f"{self._records} records of {self._rows} rows behind"
+        if not fits:
+            text = f"the trace {self._path} is {behind}: this one is dropped"
             self._peer_errors.count("trace behind", text, time.perf_counter())
-        else:
-            self._counts.queued(rows)
 
     def close(self) -> None:
         """Write the queue and end the thread. Records that take longer than two seconds are lost."""
@@ -102,7 +100,8 @@ class TraceFile:
         thread.join(timeout=max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             self._closing = True
-            self._counts.leave_behind()
+            with self._lock:
+                self.dropped += self._records
         if self.dropped:
             logger.warning("layerpush: the trace %s lacks %d records", self._path, self.dropped)
 
@@ -111,7 +110,7 @@ class TraceFile:
             with contextlib.closing(lines):
                 self._write_to(lines)
         except Exception:  # any defect: the engine continues without a trace, and logs it
-            self._counts.lost_one()
+            self._taken(0, lost=True)
             logger.exception("layerpush: the thread of the trace %s has died: nothing more is recorded", self._path)
             self._drain()
 
@@ -136,53 +135,19 @@ class TraceFile:
                 reported = dropped
             if record is None:
                 return
-            if attempt(partial(lines.put, record)):
-                self._counts.handled(record.rows)
-            else:
-                self._counts.lost_one(record.rows)
+            self._taken(record.rows, lost=not attempt(partial(lines.put, record)))
+
+    def _taken(self, rows: int, *, lost: bool) -> None:
+        """A record of so many rows waits no more."""
+        with self._lock:
+            self._records -= 1
+            self._rows -= rows
+            self.dropped += lost
 
     def _drain(self) -> None:
         """Take records until the end, so that each one is counted as lost."""
         while (record := self._queue.get()) is not None and not self._closing:
-            self._counts.lost_one(record.rows)
-
-
-@dataclass
-class _Counts:
-    """Counts of records. Only one thread changes each counter, so none needs a lock."""
-
-    crowded_out: int = 0
-    records_queued: int = 0
-    rows_queued: int = 0
-    records_handled: int = 0
-    rows_handled: int = 0
-    unwritten: int = 0
-    left_behind: int = 0
-
-    @property
-    def dropped(self) -> int:
-        return self.crowded_out + self.unwritten + self.left_behind
-
-    @property
-    def rows_waiting(self) -> int:
-        return self.rows_queued - self.rows_handled
-
-    def queued(self, rows: int) -> None:
-        self.records_queued += 1
-        self.rows_queued += rows
-
-    def handled(self, rows: int) -> None:
-        self.records_handled += 1
-        self.rows_handled += rows
-
-    def lost_one(self, rows: int = 0) -> None:
-        """A record could not be written."""
-        self.unwritten += 1
-        self.handled(rows)
-
-    def leave_behind(self) -> None:
-        """Count all records that are not written yet as lost. The thread may still write one of them."""
-        self.left_behind = max(0, self.records_queued - self.records_handled)
+            self._taken(record.rows, lost=True)
 
 
 def _file_at(path: Path) -> FileIO:

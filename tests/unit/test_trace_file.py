@@ -381,7 +381,7 @@ def test_waiting_records_are_bounded_in_memory(
         file.write_record(long_push(rows - 1))
         assert file.dropped == dropped, "a record that is too large by itself is taken if no other waits"
     goes_on.set()
-    until(lambda: file._counts.rows_waiting == 0)
+    until(lambda: file._rows == 0)
     goes_on.clear()
     for rows, dropped in ((60, 2), (40, 2), (1, 3)):
         file.write_record(long_push(rows - 1))
