@@ -319,12 +319,11 @@ def _caches(worker: NixlPushConnectorWorker, info: StridedEngine, layout: CacheL
         raise MismatchError(f"{what}, and our layers have several block sizes")
     if kernel * pages % (info.kernel_tokens * info.pages) and any(kind.has_window for kind in kinds.transferred):
         raise MismatchError(f"{what}, and with windows or chunked attention ours must be a multiple of it")
-    backends = set(map(_module, worker.attn_backends))
-    known = [CONTENT[backend] for backend in backends if backend in CONTENT]
-    same_kernel = kernel == info.kernel_tokens  # then no kernel block is cut
-    if not same_kernel and (len(known) < len(backends) or len(set(known)) > 1 or _is_packed(worker, info)):
+    content = _tokens if kernel == info.kernel_tokens else content_of(worker, kernel, info.kernel_tokens)
+    if content is None:
+        backends = set(map(_module, worker.attn_backends))
         raise MismatchError(f"{what}, and a block of {', '.join(sorted(backends))} cannot be cut")
-    content, own = _tokens if same_kernel else known[0], _own(worker, layout)
+    own = _own(worker, layout)
     indices = worker._transfer_layer_region_indices or [part.row for part in layout.parts]
     found: dict[int, _Cache] = {}
     for name, slot in ((layer.name, slot) for layer in layout.layers for slot in layer.slots):
@@ -346,20 +345,27 @@ def _caches(worker: NixlPushConnectorWorker, info: StridedEngine, layout: CacheL
     return [found[slot] for slot in range(len(layout.regions))]
 
 
+def content_of(worker: NixlPushConnectorWorker, *kernels: int) -> Callable[[int, Any], Strips] | None:
+    """Gives the strips of a head in kernel blocks of these sizes. None: they cannot be cut between tokens."""
+    backends = set(map(_module, worker.attn_backends))
+    known = {CONTENT.get(backend) for backend in backends}
+    return None if len(known) > 1 or _is_packed(worker, kernels) else known.pop()
+
+
 def _module(backend: type) -> str:
     """The module of an attention backend. Chunked attention has a subclass that vLLM makes at run time, in none."""
     return next(one.__module__.rpartition(".")[2] for one in backend.__mro__ if one.__module__ != "abc")
 
 
-def _is_packed(worker: NixlPushConnectorWorker, info: StridedEngine) -> bool:
-    """Whether several tokens share bytes of a block on one side: in NVFP4, and in CPU_ATTN's layout for AMX, which
-    vLLM chooses by the block size.
+def _is_packed(worker: NixlPushConnectorWorker, kernels: Sequence[int]) -> bool:
+    """Whether several tokens share bytes of a block of one of these sizes: in NVFP4, and in CPU_ATTN's layout for AMX,
+    which vLLM chooses by the block size.
     """
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     dtype, size = worker.model_config.dtype, worker.model_config.get_head_size()
     cpu = current_platform.is_cpu() and not worker.use_mla
-    isas = {_get_attn_isa(dtype, tokens, size) for tokens in (worker.block_size, info.kernel_tokens)} if cpu else set()
+    isas = {_get_attn_isa(dtype, tokens, size) for tokens in kernels} if cpu else set()
     return not isas <= {"vec", "vec16"} or worker.vllm_config.cache_config.cache_dtype.startswith("nvfp4")
 
 

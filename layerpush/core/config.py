@@ -112,6 +112,15 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
             "and D's load fails. The request has come once it is in P's queue.",
         ),
     ] = 30
+    verify: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Share of the pushes by layer whose KV D compares with P's, by checksums, before it uses it. "
+            "`0` on P or D: none.",
+        ),
+    ] = 0.01
     write_timeout_s: Annotated[
         int,
         Meta(ge=1, description="On P: seconds that one WRITE may take until P gives up its push."),
@@ -164,8 +173,8 @@ def choices(annotation: Any) -> str:
         kind, limits = get_args(option)[:2] if get_origin(option) is Annotated else (option, meta)
         if isinstance(kind, str):
             words.append(f'"{kind}"')
-        elif kind is int and limits.le is not None:
-            words.append(f"integer from {limits.ge} to {limits.le}")
+        elif kind in (int, float) and limits.le is not None:
+            words.append(f"{'integer' if kind is int else 'number'} from {limits.ge} to {limits.le}")
         elif kind is int and limits.ge is not None:
             words.append(f"integer >= {limits.ge}")
         elif kind is str and limits.min_length is not None:
@@ -190,17 +199,24 @@ def _hint(value: object, annotation: Any) -> str:
     if not isinstance(value, str):
         return ""
     word = value.strip().lower()
-    for meant in ({"true": True, "false": False}.get(word), int(word) if word.isdecimal() else None, word, [word]):
+    for meant in ({"true": True, "false": False}.get(word), _number(word), word, [word]):
         try:
             msgspec.convert(meant, annotation, strict=True)
         except msgspec.ValidationError:
             continue
         if meant is not None:
-            quotes = " without quotes" if isinstance(meant, bool | int) else ""
+            quotes = " without quotes" if isinstance(meant, bool | int | float) else ""
             return f"; write {msgspec.json.encode(meant).decode()}{quotes}"
     options = [option for option in get_args(get_args(annotation)[0]) if isinstance(option, str)]
     close = difflib.get_close_matches(word, options, n=1)
     return f'; did you mean "{close[0]}"?' if close else ""
+
+
+def _number(word: str) -> int | float | None:
+    try:
+        return int(word) if word.isdecimal() else float(word)
+    except ValueError:
+        return None
 
 
 def _unknown_key(key: str, known: list[str]) -> str:

@@ -45,6 +45,9 @@ MAX_COMPUTED = 16
 MAX_PARAMETERS = 64
 MAX_PARAMETER_CHARS = 64
 MAX_ACKNOWLEDGED = 4096
+MAX_PARTS = 1024
+MAX_CHECKSUMS = 8192
+MAX_RANKS = 10**MAX_RANK_DIGITS - 1
 MAX_PORT = 65535
 MAX_TP_SIZE = 1024
 MAX_CONTACT_BYTES = 1 << 16
@@ -98,6 +101,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     - ``acknowledges``: the worker answers a ``Landed`` with ``Acknowledged``.
     - ``number``: another one for each registration of the decode engine. Each ``PrefixLanded`` has it. 0: the worker
       asks for none.
+    - ``verifies``: the name of a checksum. The worker takes a ``Completed`` with such checksums in the place of a
+      completion.
     """
 
     request_id: RequestId
@@ -116,6 +121,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     attempt: Count = 0
     acknowledges: bool = False
     number: Count = 0
+    verifies: Name | None = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -185,6 +191,32 @@ class PrefixLanded(_PeerMessage, frozen=True):
     request_id: RequestId
     number: Count
     tokens: Count
+
+
+class PartSums(msgspec.Struct, frozen=True, array_like=True):
+    """Checksums of a layer's KV: of tokens ``[start, end)`` of the prompt and KV heads ``[first_head, end_head)``, one
+    of 4 bytes for every ``unit`` tokens. Heads are counted over all ranks. ``layer`` is the layer's name.
+    """
+
+    layer: Name
+    first_head: Count
+    end_head: Count
+    start: Count
+    end: Count
+    unit: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    values: Annotated[bytes, Meta(max_length=4 * MAX_CHECKSUMS)]
+
+
+class Completed(_PeerMessage, frozen=True):
+    """As vLLM's completion: one of ``world_size`` prefill ranks has written all blocks. ``sums`` are checksums of parts
+    of what it has written, taken from its own KV. The prompt has ``tokens`` tokens. Only a D whose registration
+    ``verifies`` gets it.
+    """
+
+    request_id: RequestId
+    world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    tokens: Count
+    sums: Annotated[tuple[PartSums, ...], Meta(max_length=MAX_PARTS)]
 
 
 class Fail(_PeerMessage, frozen=True):
@@ -307,6 +339,7 @@ PeerMessage = (
     Accepted
     | FirstToken
     | PrefixLanded
+    | Completed
     | Fail
     | Cancel
     | Cancelled

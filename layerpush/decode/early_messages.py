@@ -9,6 +9,7 @@ from layerpush.core.wire import (
     PEER_PREFIX,
     Accepted,
     Cancelled,
+    Completed,
     Completion,
     Fail,
     FirstToken,
@@ -21,7 +22,7 @@ KEPT_S = 30.0
 KEPT = 65536
 KEPT_BYTES = 64 << 20
 
-LoadMessage = Accepted | FirstToken | PrefixLanded | Fail | Cancelled | Completion | Queued | Unregistered
+LoadMessage = Accepted | FirstToken | PrefixLanded | Completed | Fail | Cancelled | Completion | Queued | Unregistered
 """The messages of prefill ranks about loads."""
 
 

@@ -16,6 +16,7 @@ from layerpush.core.wire import (
     Accepted,
     Cancel,
     Cancelled,
+    Completed,
     Completion,
     Decline,
     Fail,
@@ -25,8 +26,11 @@ from layerpush.core.wire import (
     Registration,
     Unregister,
     Unregistered,
+    encode_completion,
 )
 from layerpush.decode import load_protocol
+from layerpush.decode.checks import Checks
+from layerpush.decode.early_messages import LoadMessage
 from layerpush.decode.load_protocol import Action, Event, State
 from layerpush.decode.load_session import LoadSession
 from layerpush.decode.outcomes import Outcomes
@@ -53,6 +57,7 @@ class Load:
         worker: VllmPushWorker,
         peers: PrefillPeers,
         outcomes: Outcomes,
+        checks: Checks | None,
     ) -> None:
         self.registration = registration
         self.address = address
@@ -63,6 +68,8 @@ class Load:
         self._worker = worker
         self._peers = peers
         self._outcomes = outcomes
+        self._checks = checks
+        self._severity = logging.WARNING
         self._completions: list[bytes] = []
 
     @property
@@ -81,7 +88,7 @@ class Load:
     def on_message(
         self,
         sender: str,
-        message: Accepted | FirstToken | PrefixLanded | Fail | Cancelled | Completion | Queued | Unregistered,
+        message: LoadMessage,
         payload: bytes,
         now: float,
     ) -> None:
@@ -92,6 +99,10 @@ class Load:
                     self._completions.append(payload)
                 needed = self.address.pp_size * max(1, message.world_size // self._worker.world_size)
                 self.handle(load_protocol.AgentCompleted(sender, needed), now)
+            case Completed():
+                if self._is_right(sender, message, now):
+                    plain = Completion(message.request_id, message.world_size)
+                    self.on_message(sender, plain, encode_completion(plain.request_id, plain.world_size), now)
             case Fail():
                 self.handle(load_protocol.AgentFailed(sender, message.reason, message.drained), now)
             case Cancelled():
@@ -113,6 +124,18 @@ class Load:
             case Unregistered():
                 if message.attempt == self.registration.attempt:
                     self.handle(load_protocol.AgentUnregistered(sender), now)
+
+    def _is_right(self, sender: str, message: Completed, now: float) -> bool:
+        """Compare what an agent has written with its checksums. A difference ends its part of the load."""
+        if self._checks is None or sender not in self.session.open_agents:
+            return True
+        wrong = self._checks.difference(self.registration, message)
+        if wrong is None:
+            return True
+        reason = f"the KV from {sender} is not what it has sent: {wrong}"
+        self._severity = logging.ERROR
+        self.handle(load_protocol.AgentFailed(sender, reason, drained=True, is_wrong=True), now)
+        return False
 
     def handle(self, event: Event, now: float) -> None:
         """Give an event to the session and perform its actions. Raises ``IllegalTransitionError``."""
@@ -184,7 +207,7 @@ class Load:
                 )
             case load_protocol.ReportFailed(reason):
                 self._decline_if_unregistered()
-                self._log(logging.WARNING, f"{reason}{self._landed}")
+                self._log(self._severity, f"{reason}{self._landed}")
                 self._outcomes.report_ended(self._record, "failed", reason, now, kept=self.session.landed_tokens)
             case load_protocol.ReportAborted(reason):
                 self._decline_if_unregistered()
@@ -192,7 +215,7 @@ class Load:
                 self._outcomes.report_ended(self._record, "aborted", reason, now, kept=self.session.landed_tokens)
             case load_protocol.Park(reason):
                 text = f"{reason}{self._landed}; its blocks are parked until that engine answers or ends"
-                self._log(logging.WARNING, text)
+                self._log(self._severity, text)
                 self._outcomes.report_ended(self._record, "parked", reason, now, kept=self.session.landed_tokens)
             case load_protocol.Clear():
                 logger.info("the parked blocks of %s are free again", self.session.request_id)

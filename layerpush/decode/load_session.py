@@ -149,6 +149,8 @@ class LoadSession(Machine[State, Event, Action]):
         return self.state
 
     def _on_failed(self, event: load_protocol.AgentFailed, actions: list[Action]) -> State:
+        if event.is_wrong and event.agent in self.open_agents:
+            self._prefixes.pop(event.agent, None)
         if event.drained:
             return self._settle(event.agent, FinalStatus.FAILED, event.reason, actions)
         return self._fail(event.reason, actions) if event.agent in self.open_agents else self.state

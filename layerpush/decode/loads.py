@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerpush.core.wire import (
     Cancelled,
+    Completed,
     Completion,
     Decline,
     Fail,
@@ -38,6 +39,7 @@ from layerpush.core.wire import (
     Unregistered,
     encode_registration,
 )
+from layerpush.decode.checks import Checks
 from layerpush.decode.deadlines import Deadlines
 from layerpush.decode.early_messages import EarlyMessage, EarlyMessages, LoadMessage
 from layerpush.decode.load import Load
@@ -59,7 +61,10 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Loads:
-    """See the module's text. A failed load waits for answers to its ``Cancel`` for ``cancel_timeout_s`` seconds."""
+    """See the module's text. A failed load waits for answers to its ``Cancel`` for ``cancel_timeout_s`` seconds.
+
+    Without ``checks`` this rank does not compare what has landed.
+    """
 
     def __init__(
         self,
@@ -68,6 +73,7 @@ class Loads:
         peers: PrefillPeers,
         outcomes: Outcomes,
         peer_errors: PeerErrors,
+        checks: Checks | None = None,
     ) -> None:
         self.peers = peers
         self._worker = worker
@@ -77,6 +83,7 @@ class Loads:
         self._deadlines = Deadlines()
         self._early = EarlyMessages()
         self._outcomes = outcomes
+        self._checks = checks
 
     def __len__(self) -> int:
         return len(self._open)
@@ -117,7 +124,7 @@ class Loads:
         record.blocks = registration.blocks
         session = LoadSession(request_id, self._cancel_timeout_s)
         load = self._open[request_id] = Load(
-            registration, payload, address, session, record, self._worker, self.peers, self._outcomes
+            registration, payload, address, session, record, self._worker, self.peers, self._outcomes, self._checks
         )
         load.register(self._on_registered, now)
 
@@ -145,7 +152,9 @@ class Loads:
         self.peers.on_message(sender, now, speaks_layerpush=not isinstance(message, Completion))
         self._on_message(sender, message, payload, now)
 
-    def on_invisible(self, sender: str, message: Completion, payload: bytes, reason: str, now: float) -> None:
+    def on_invisible(
+        self, sender: str, message: Completion | Completed, payload: bytes, reason: str, now: float
+    ) -> None:
         """The bytes of a completed push have landed, but this device may not see them: nothing may read them. The load
         fails; the completion's sender writes no more.
         """
@@ -194,7 +203,7 @@ class Loads:
 
     def _dropped(self, messages: Sequence[EarlyMessage], now: float) -> None:
         for early in messages:
-            if isinstance(early.message, Completion):
+            if isinstance(early.message, Completion | Completed):
                 text = f"agent {early.sender} completes {early.message.request_id}, which does not wait"
                 self._peer_errors.count("late completion", text, now)
 

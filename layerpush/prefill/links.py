@@ -14,8 +14,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from layerpush.core.wire import Cancel, PrefixLanded, Registration, Unregister, encode, encode_completion
+from layerpush.core.wire import (
+    Cancel,
+    Completed,
+    PrefixLanded,
+    Registration,
+    Unregister,
+    WireError,
+    encode,
+    encode_completion,
+)
 from layerpush.prefill.coverage import check_blocks
+from layerpush.prefill.samples import Sample
 from layerpush.transport.base import TransportError
 from layerpush.transport.connections import Connections, Then
 from layerpush.transport.link import Link
@@ -82,10 +92,20 @@ class Links:
             check_blocks([len(group) for group in blocks], targets)
         self._worker.push_whole(request_id, blocks, msgspec.to_builtins(registration))
 
-    def complete(self, link: Link, registration: Registration) -> None:
-        """Send this rank's completion to each rank of the decode engine. Raises ``TransportError``."""
-        completion = encode_completion(registration.request_id, self._worker.world_size)
+    def complete(self, link: Link, registration: Registration, sample: Sample | None = None) -> None:
+        """Send this rank's completion to each rank of the decode engine, with the checksums of ``sample``.
+
+        Raises ``TransportError``.
+        """
         for route in link.routes:
+            completion = encode_completion(registration.request_id, self._worker.world_size)
+            sums = () if sample is None else sample.sums(route.remote_rank)
+            if sample is not None and sums:
+                ours = Completed(registration.request_id, self._worker.world_size, sample.tokens, sums)
+                try:
+                    completion = encode(ours)
+                except WireError as error:  # the layers have long names
+                    logger.warning("the checksums of %s are left out: %s", registration.request_id, error)
             self._worker.transport.notify(route.agent, completion)
 
     def report_prefix(self, link: Link, registration: Registration, tokens: int) -> None:

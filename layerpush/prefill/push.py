@@ -62,6 +62,7 @@ from layerpush.prefill.push_protocol import (
     WriteLost,
 )
 from layerpush.prefill.push_session import PushSession
+from layerpush.prefill.samples import Sample, Sampler
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import ChunkRecord, PushRecord, WriteSums
@@ -123,6 +124,7 @@ class PushServices:
     links: Links
     worker: VllmPushWorker
     writes: Writes
+    sampler: Sampler | None
     meter: PushMeter
     trace: TraceFile
     is_revoked: Callable[[Push], bool]
@@ -163,6 +165,7 @@ class Push:
         self._registry = registry
         self._services = services
         self.link: Link | None = None
+        self._sample: Sample | None = None
         self._losses: dict[int, _Loss] = {}
         self._polled_at = -math.inf
 
@@ -343,7 +346,12 @@ class Push:
             self.record.fallback = link.refusal
             self.handle(LinkRefused())
         else:
-            self.handle(Connected(link.replicas, link.pieces))
+            self._connected(registration, link)
+
+    def _connected(self, registration: Registration, link: Link, whole: ChunkPlan | None = None) -> None:
+        sampler = self._services.sampler
+        self._sample = None if sampler is None else sampler.sample(registration, link)
+        self.handle(Connected(link.replicas, link.pieces, whole))
 
     def _refusal(self, registration: Registration) -> str | None:
         """The reason why nothing may be written to the connected engine for a registration; None if something may."""
@@ -359,6 +367,9 @@ class Push:
         except Exception as error:  # noqa: BLE001  after any error the session must know that this WRITE is lost
             self._note_loss(write.id, f"a WRITE could not be posted: {error}", isinstance(error, PeerLostError))
             self._services.meter.lost()
+        if self._sample is not None:
+            with logged("a checksum", self.request_id):
+                self._sample.take(write, self.session.ready_blocks)
         if posted:
             descriptors = sum(transfer.record.runs or 0 for transfer in posted)
             at = min(transfer.on_wire_at for transfer in posted)
@@ -372,7 +383,7 @@ class Push:
             return
         assert self.link is not None
         try:
-            self._services.links.complete(self.link, action.registration)
+            self._services.links.complete(self.link, action.registration, self._sample)
         except TransportError as error:
             if isinstance(error, PeerLostError):
                 self._services.links.lost(self.link.engine_id)
@@ -426,7 +437,7 @@ class Push:
             raise MismatchError("its block size differs, and a window of ours has blocks behind the prompt")
         size = link.pieces.tokens * link.pieces.ours
         whole = whole_prompt(self.request_id, self.session.epoch, self.tokens, size, self.blocks)
-        self.handle(Connected(link.replicas, link.pieces, whole))
+        self._connected(registration, link, whole)
 
     def _report_failure(self, action: ReportFailure) -> None:
         with logged("a failure report", self.request_id):

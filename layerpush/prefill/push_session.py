@@ -122,6 +122,11 @@ class PushSession(Machine[State, Event, Action]):
         """The expected size of the next chunk, as a part of the newest chunk's: 0 to 1, 0 after the prompt's last."""
         return self._ready_blocks.next_part
 
+    @property
+    def ready_blocks(self) -> ReadyBlocks:
+        """The blocks of this epoch. For reading only."""
+        return self._ready_blocks
+
     def _on_planned(self, event: push_protocol.Planned, actions: list[Action]) -> State:
         chunk = event.chunk
         if self.state is S.NOTIFIED:

@@ -45,6 +45,7 @@ from layerpush.prefill.push_protocol import (
 )
 from layerpush.prefill.push_session import PushSession
 from layerpush.prefill.push_table import PushTable
+from layerpush.prefill.samples import Sampler
 from layerpush.prefill.step_events import (
     ForwardEnded,
     LayerSaved,
@@ -89,6 +90,7 @@ class Pushes:
         worker: VllmPushWorker,
         trace: TraceFile,
         meter: PushMeter,
+        sampler: Sampler | None = None,
     ) -> None:
         self._identity = identity
         self._layout = layout
@@ -105,6 +107,7 @@ class Pushes:
             links,
             worker,
             writes,
+            sampler,
             meter,
             trace,
             self._is_revoked,

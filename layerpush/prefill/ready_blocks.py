@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from layerpush.core.machine import IllegalTransitionError
 from layerpush.core.pieces import Pieces, pieces_of
@@ -34,7 +34,8 @@ class ReadyBlocks:
         self._alignments: tuple[Alignment, ...] = ()
         self._skipped: tuple[int, ...] = ()
         self._totals: tuple[int, ...] = ()
-        self._prompt_tokens = 0
+        self.prompt_tokens = 0
+        """The tokens of the prompt. 0 before ``plan``."""
         self._parts = 1
         self._kept = (0,) * (1 + max(layer_groups, default=0))
         self.kept_tokens = 0
@@ -115,7 +116,7 @@ class ReadyBlocks:
         self._tables = self._tables or [[] for _ in chunk.groups]
         for table, part in zip(self._tables, chunk.groups, strict=True):
             table.extend(part.blocks)
-        self._totals, self._prompt_tokens = tuple(part.total for part in chunk.groups), chunk.prompt_tokens
+        self._totals, self.prompt_tokens = tuple(part.total for part in chunk.groups), chunk.prompt_tokens
         self._chunk_ends.append(tuple(part.end for part in chunk.groups))
         self._filled.append(chunk.filled)
         self._ready_layers.append(set())
@@ -151,9 +152,9 @@ class ReadyBlocks:
         if pieces is None:
             check_blocks(totals, targets)
         else:
-            theirs = -(-self._prompt_tokens // (pieces.theirs * pieces.tokens))
+            theirs = -(-self.prompt_tokens // (pieces.theirs * pieces.tokens))
             check_blocks([theirs] * len(totals), targets)
-            self._parts, total = pieces.ours, -(-self._prompt_tokens // pieces.tokens)
+            self._parts, total = pieces.ours, -(-self.prompt_tokens // pieces.tokens)
             totals = (total,) * len(totals)
             # the last block may have more pieces than the prompt
             wanted = [total - (theirs - len(group)) * pieces.theirs for group in targets]
@@ -190,6 +191,10 @@ class ReadyBlocks:
     def size(self, segments: Sequence[Segment]) -> int:
         """The segments' size in bytes of this engine's memory."""
         return sum(len(part.source) * sum(self._layer_bytes[part.layers]) for part in segments) // self._parts
+
+    def sources(self, part: Segment) -> list[tuple[int, int]]:
+        """The number in the prompt and this engine's id of each block of a segment of this epoch."""
+        return [(number, source) for number, source, _ in self._pairs_of(part.group, part.first, part.end)]
 
     def _count_bytes(self) -> None:
         kept = self.kept_bytes if self.kept_tokens else 0
@@ -229,17 +234,19 @@ class ReadyBlocks:
         """This rank's blocks and the decode engine's for prompt blocks ``[first, end)``, the same for every layer."""
         key = (group, first, end)
         if key not in self._pairs:
-            skipped, alignment = self._skipped[group], self._alignments[group]
-            targets = alignment.targets[first - skipped : end - skipped]
-            block, offset = divmod(first, self._parts)
-            sources = pieces_of(self._tables[group][block : -(-end // self._parts)], self._parts)
-            both = zip(sources[offset : offset + end - first], targets, strict=True)
-            pairs = [
-                (source, target)
-                for number, (source, target) in enumerate(both, first - skipped)
-                if source != NULL_BLOCK and target != NULL_BLOCK and alignment.replica.owns(number)
-            ]
+            pairs = [(source, target) for _, source, target in self._pairs_of(group, first, end)]
             source, target = zip(*pairs, strict=True) if pairs else ((), ())
             self._pairs = {key: (source, target)} if len(self._pairs) > PAIRS_KEPT else self._pairs
             self._pairs[key] = (source, target)
         return self._pairs[key]
+
+    def _pairs_of(self, group: int, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The number in the prompt, this rank's block and the decode engine's of each block that this rank sends."""
+        skipped, alignment = self._skipped[group], self._alignments[group]
+        targets = alignment.targets[first - skipped : end - skipped]
+        block, offset = divmod(first, self._parts)
+        sources = pieces_of(self._tables[group][block : -(-end // self._parts)], self._parts)
+        both = zip(sources[offset : offset + end - first], targets, strict=True)
+        for number, (source, target) in enumerate(both, first):
+            if source != NULL_BLOCK and target != NULL_BLOCK and alignment.replica.owns(number - skipped):
+                yield number, source, target

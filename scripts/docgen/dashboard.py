@@ -150,6 +150,12 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             {"tokens": rate(catalog.KEPT_TOKENS)},
             "Tokens a second whose KV had landed when their load failed or was aborted.",
         ),
+        Panel(
+            "Verified",
+            "short",
+            {"parts": rate(catalog.VERIFIED_PARTS), "loads that differ": rate(catalog.VERIFY_MISMATCHES)},
+            "Parts of KV that D has compared with P's, and loads that failed by it. Empty without `verify`.",
+        ),
         Panel("Awaited loads", "short", levels(catalog.AWAITED_LOADS)),
         Panel(
             "Parked",

@@ -31,6 +31,8 @@ MESSAGES = (
     ("KV cache groups of a registration", wire.MAX_GROUPS, "", _DROPPED),
     ("ids of a heartbeat", wire.MAX_HEARTBEAT_IDS, "", _DROPPED),
     ("numbers of an `Acknowledged`", wire.MAX_ACKNOWLEDGED, "", _DROPPED),
+    ("parts of a `Completed`", wire.MAX_PARTS, "", _DROPPED),
+    ("checksums of a part of a `Completed`", wire.MAX_CHECKSUMS, "", _DROPPED),
     ("a registration's `contact`", wire.MAX_CONTACT_BYTES, "bytes", _DROPPED),
     ("sampling parameters of a registration", wire.MAX_PARAMETERS, "", _DROPPED),
     ("a `Fail`'s reason", wire.MAX_REASON_CHARS, "characters", "cut"),

@@ -19,6 +19,7 @@ OURS: dict[type[msgspec.Struct], str] = {
     wire.Accepted: FROM_P,
     wire.FirstToken: FROM_P,
     wire.PrefixLanded: FROM_P,
+    wire.Completed: FROM_P,
     wire.Fail: FROM_P,
     wire.Cancel: FROM_D,
     wire.Cancelled: FROM_P,

@@ -50,6 +50,11 @@ P_WRONG_BYTES = EngineSpec(
     "P",
     transfer("SendsWrongLayer", module_path=CORRUPTING_MODULE, granularity="layer", trace_dir=TRACE),
 )
+P_WRONG_BYTES_VERIFIED = EngineSpec(
+    "P-wrong-bytes-verified",
+    "P",
+    transfer("SendsWrongLayer", module_path=CORRUPTING_MODULE, granularity="layer", trace_dir=TRACE, verify=1.0),
+)
 P_WRONG_CACHE = EngineSpec(
     "P-wrong-cache",
     "P",

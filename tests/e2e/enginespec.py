@@ -87,7 +87,12 @@ def transfer(
     kv_role: str | None = None,
     **extra: Any,
 ) -> str:
-    """The KVTransferConfig fields of one connector, as JSON. `extra` becomes kv_connector_extra_config."""
+    """The KVTransferConfig fields of one connector, as JSON. `extra` becomes kv_connector_extra_config.
+
+    Every push by layer is verified, but not that of a connector that a test has changed.
+    """
+    if connector != STOCK or module_path is not None:
+        extra = {"verify": 1.0 if connector == LAYERWISE else 0} | extra
     fields: dict[str, Any] = {"kv_connector": connector}
     if on_failed_load is not None:
         fields["kv_load_failure_policy"] = on_failed_load

@@ -1,5 +1,7 @@
 """The checks of this suite can fail: they notice wrong bytes, a silent fallback and a leak."""
 
+import re
+
 import pytest
 
 from tests.e2e import engines, probes
@@ -22,6 +24,17 @@ def test_wrong_bytes_on_the_wire_change_kv_and_tokens(fleet: Fleet, reference: R
     assert outcome.d_tokens != reference.tokens(handoff.token_ids, 24)
     with pytest.raises(AssertionError, match="KV differs"):
         check(outcome, reference)
+
+
+def test_wrong_bytes_on_the_wire_fail_the_load(fleet: Fleet, reference: Reference, logs: LogReader) -> None:
+    """D compares checksums, and computes the prompt itself."""
+    p, d = fleet.get(engines.P_WRONG_BYTES_VERIFIED, engines.D_RECOMPUTING)
+    introduce(p, d)
+    handoff = send(p, d, prompt(LENGTH, seed=76), "early", max_tokens=24)
+    assert handoff.outcome().d_tokens == reference.tokens(handoff.token_ids, 24)
+    (line,) = logs.errors(d)
+    layer = f"model.layers.{engines.CORRUPTED_LAYER}.self_attn.attn"
+    assert re.search(f"{handoff.request_id}.*{p.engine_id}.*is not what it has sent: layer {layer}, tokens 0", line)
 
 
 def test_wrong_kv_in_p_changes_tokens(fleet: Fleet, reference: Reference) -> None:

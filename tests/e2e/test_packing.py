@@ -14,6 +14,11 @@ from tests.e2e.streamchecks import check_completed
 P = EngineSpec("P-gather", "P", transfer(LAYERWISE, packing="gather", granularity="layer", trace_dir=TRACE))
 
 
+UNVERIFIED = EngineSpec(
+    "P-gather-unverified", "P", transfer(LAYERWISE, packing="gather", granularity="layer", trace_dir=TRACE, verify=0)
+)
+
+
 @pytest.mark.parametrize("order", ["early", "late", "together"])
 def test_tokens_and_bytes_are_right(fleet: Fleet, reference: Reference, order: Order) -> None:
     p, d = fleet.get(P, engines.D_LAYER)
@@ -37,7 +42,7 @@ def test_a_stock_d_gets_gathered_writes(fleet: Fleet, reference: Reference) -> N
 
 def test_a_damaged_block_is_seen(fleet: Fleet, reference: Reference) -> None:
     """One block in P's ring is one wrong block of one layer on D, and other tokens."""
-    p, d = fleet.get(P, engines.D_LAYER)
+    p, d = fleet.get(UNVERIFIED, engines.D_LAYER)
     p.call(stagingfaults.damage, 1)
     try:
         handoff = send(p, d, prompt(700, seed=71), "early", max_tokens=24)

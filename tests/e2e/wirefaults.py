@@ -46,7 +46,9 @@ Change = Literal["one block less at the start", "one block less at the end", "on
 
 
 def kind_of(payload: bytes) -> str:
-    """The kind of a message: registration, heartbeat, completion, garbage, or layerpush's own kind."""
+    """The kind of a message: registration, heartbeat, completion, garbage, or layerpush's own kind. A completion may
+    have checksums.
+    """
     if payload.startswith(REGISTRATION):
         return "registration"
     if payload.startswith(HEARTBEAT):
@@ -54,7 +56,8 @@ def kind_of(payload: bytes) -> str:
     if not payload.startswith(PEER_MESSAGE):
         return "completion"
     try:
-        return str(msgspec.msgpack.decode(payload[len(PEER_MESSAGE) :])["kind"])
+        kind = str(msgspec.msgpack.decode(payload[len(PEER_MESSAGE) :])["kind"])
+        return "completion" if kind == "completed" else kind
     except (msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError, RecursionError):
         return "garbage"
 
@@ -388,6 +391,16 @@ def registered_blocks(host: HostedEngine, mentioning: str) -> list[int]:
             groups = msgspec.msgpack.decode(payload[len(REGISTRATION) :])["local_block_ids"]
             found.update(block for group in groups for block in group)
     return sorted(found)
+
+
+def overwrite_block(host: HostedEngine, mentioning: str, index: int) -> None:
+    """Change one block of D's KV cache: that with this index in D's registration of a request, in the last layer."""
+    worker = _worker()
+    sent = [payload for kind, payload, _ in _faults(host).sent if kind == "registration"]
+    payload = next(payload for payload in sent if mentioning.encode() in payload)
+    blocks = msgspec.msgpack.decode(payload[len(REGISTRATION) :])["local_block_ids"][0]
+    cache = list(worker.device_kv_caches.values())[-1]
+    cache[blocks[index] * worker._physical_blocks_per_logical_kv_block].add_(1)
 
 
 def send_again(host: HostedEngine, kind: str, mentioning: str) -> None:

@@ -75,6 +75,27 @@ def test_one_write_fails(
     check_serves(p, d, reference, seed=371)
 
 
+@pytest.mark.parametrize("d_spec", [engines.D_KEEPS, engines.for_test_all(engines.D_FAIL)], ids=described)
+def test_d_overwrites_a_block(fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec) -> None:
+    """D's KV differs from P's checksums: the load fails, and nothing of it is kept."""
+    p, d = fleet.get(engines.P, d_spec)
+    warm_up(p, d)
+    handoff = early(p, d, LENGTH, seed=410)
+    d.call(wirefaults.on_messages, "hold", "completion", "", 1, "in")
+    run_merged(p, handoff)
+    p.wait_output(handoff.request_id)
+    d.poll_until(wirefaults.seen, "got:completion")
+    d.call(wirefaults.overwrite_block, handoff.request_id, 3)
+    d.call(wirefaults.lift)
+    check_load_failed(handoff, reference, timeout=engines.GRACE_S)
+    where = r"layer model\.layers\.\d+\..*, tokens 96 to 127, block \d+: checksum .{8}, on the prefill rank .{8}$"
+    log.check_one(d, handoff.request_id, f"is not what it has sent: {where}", "ERROR")
+    log.check_none(p, handoff.request_id)
+    check_idle_soon(p)
+    check_idle_soon(d)
+    check_serves(p, d, reference, seed=411)
+
+
 def test_blocks_cannot_be_copied(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """A copy into staging memory fails: no completion, and D gets the cause."""
     p, d = fleet.get(engines.with_packing(engines.P, "gather"), engines.D)

@@ -7,7 +7,8 @@ every step:
 - no WRITE is posted for, lands in or is on its way into blocks that the decode engine gave away;
 - no WRITE is posted from blocks that the prefill engine gave away, and no gather reads them;
 - bytes of staging memory are given back only when no copy and no WRITE uses them;
-- a request is completed at most once, by every rank once, and only over the right bytes;
+- a request is completed at most once, by every rank once, and only over the right bytes, even if the decode engine
+  has damaged them meanwhile, where they are compared;
 - the end of each load and of each push is reported once;
 - a load that asked for P's first token, and no other, is reported with the token or with the reason for its absence:
   the token belongs to the load's own prompt, sampled with its own parameters.
@@ -35,6 +36,7 @@ from tests.unit.both_sides import (  # each adds mutants of its own
     network_mutants,  # noqa: F401
     packing_mutants,  # noqa: F401
     prefix_mutants,
+    verify_mutants,
 )
 from tests.unit.both_sides.full import full_caches
 from tests.unit.both_sides.long import long_prompts
@@ -173,6 +175,29 @@ def test_long_prompts_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytest
     with pytest.raises(AssertionError):  # noqa: PT012
         for seed in mutant.seeds(8 * STORMS):
             long_prompts(seed)
+
+
+@pytest.mark.parametrize("kind", [{}, {"ordered": False}, {"equal_kv": True}, {"packing": {"plan": "mixed"}}], ids=str)
+def test_a_load_with_damaged_kv_fails(kind: dict[str, Any]) -> None:
+    """And no other load, by its checksums. What vLLM has pushed whole is not compared."""
+    worlds = [storm(seed, verify=1.0, drop=0.0, fail_posts=0.0, fail_writes=0.0, **kind) for seed in storms(0)]
+    assert sum(world.mismatches for world in worlds)
+    ended(worlds)
+
+
+def test_no_damaged_kv_is_kept() -> None:
+    worlds = [long_prompts(seed, verify=1.0) for seed in storms(0, 4 * STORMS)]
+    assert sum(world.mismatches for world in worlds)
+    assert sum(world.kept_blocks for world in worlds) > STORMS // 2
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutant", verify_mutants.MUTANTS, ids=lambda mutant: mutant.name)
+def test_damaged_kv_reveals_a_removed_guard(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant.remove(monkeypatch)
+    with pytest.raises(AssertionError):  # noqa: PT012
+        for seed in mutant.seeds(8 * STORMS):
+            long_prompts(seed, verify=1.0)
 
 
 FULL_STORMS = 10

@@ -22,6 +22,7 @@ OWN_KEYS = {
     "peer_timeout_s",
     "answer_early",
     "unknown_request_timeout_s",
+    "verify",
     "write_timeout_s",
     "allowed_hosts",
 }
@@ -40,6 +41,7 @@ def test_every_key_is_accepted() -> None:
         "peer_timeout_s": 1,
         "answer_early": True,
         "unknown_request_timeout_s": 1,
+        "verify": 0.5,
         "write_timeout_s": 600,
         "allowed_hosts": ["Prefill-0.cluster.local", "10.0.0.7", "10.0.0.0/8", "fd00::/8", "[::1]"],
     }
@@ -84,6 +86,8 @@ def test_vllms_own_keys_pass_with_any_value() -> None:
         ("trace_dir", "", "non-empty string or null"),
         ("peer_timeout_s", 0, "integer >= 1"),
         ("peer_timeout_s", 2.5, "integer >= 1"),
+        ("verify", 1.5, "number from 0 to 1"),
+        ("verify", "0.5", "number from 0 to 1; write 0.5 without quotes"),
         ("write_timeout_s", -1, "integer >= 1"),
         ("write_timeout_s", True, "integer >= 1"),
         ("write_timeout_s", None, "integer >= 1"),

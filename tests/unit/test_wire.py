@@ -22,10 +22,12 @@ from layerpush.core.wire import (
     Accepted,
     Cancel,
     Cancelled,
+    Completed,
     Completion,
     Fail,
     FirstToken,
     Heartbeat,
+    PartSums,
     PeerMessage,
     Ping,
     Pong,
@@ -62,6 +64,10 @@ BETWEEN_US: list[tuple[PeerMessage, dict[str, Any]]] = [
     (Accepted("r:1", True), {"request_id": "r:1", "first_token": True}),
     (FirstToken("r", 2**31 - 1), {"request_id": "r", "token": 2**31 - 1}),
     (FirstToken("r", None, ("top_p",)), {"request_id": "r", "token": None, "other": ["top_p"]}),
+    (
+        Completed("r", 2, 9, (PartSums("a.0", 1, 2, 0, 9, 8, b"12345678"),)),
+        {"request_id": "r", "world_size": 2, "tokens": 9, "sums": [["a.0", 1, 2, 0, 9, 8, b"12345678"]]},
+    ),
     (Fail("r", 2, "preempted", True), {"request_id": "r", "epoch": 2, "reason": "preempted", "drained": True}),
     (
         Cancel("r", "D", "::1", 65535, 1024),

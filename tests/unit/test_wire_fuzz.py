@@ -20,6 +20,7 @@ from layerpush.core.wire import (
     Acknowledged,
     Cancel,
     Cancelled,
+    Completed,
     Completion,
     Decline,
     Fail,
@@ -28,6 +29,7 @@ from layerpush.core.wire import (
     Heartbeat,
     Landed,
     Message,
+    PartSums,
     PeerMessage,
     Ping,
     Pong,
@@ -85,6 +87,17 @@ def is_parameter(pair: Any) -> bool:
     return type(pair) is tuple and len(pair) == 2 and all(is_clean(text, 64) for text in pair)
 
 
+def is_sums(row: Any) -> bool:
+    """One that was read, or its fields."""
+    if type(row) is PartSums:
+        row = msgspec.structs.astuple(row)
+    if type(row) is not tuple or len(row) != 7:
+        return False
+    layer, *numbers, unit, values = row
+    lengths = is_count(unit, 1, 2**31 - 1) and type(values) is bytes and len(values) <= 4 * 8192
+    return is_clean(layer) and all(map(is_count, numbers)) and lengths
+
+
 SOUND: dict[str, Callable[[Any], bool]] = {
     "request_id": is_request,
     "decode_engine_id": is_clean,
@@ -109,6 +122,9 @@ SOUND: dict[str, Callable[[Any], bool]] = {
     "acknowledges": lambda value: type(value) is bool,
     "computed": lambda texts: type(texts) is tuple and len(texts) <= 16 and all(map(is_clean, texts)),
     "number": is_count,
+    "tokens": is_count,
+    "sums": lambda rows: type(rows) is tuple and len(rows) <= 1024 and all(map(is_sums, rows)),
+    "verifies": lambda text: text is None or is_clean(text),
     "drained": lambda value: type(value) is bool,
     "reason": lambda text: type(text) is str and len(text) <= 1000 and (text == "" or text.isprintable()),
     "world_size": lambda size: is_count(size, 1, 999_999),
@@ -175,10 +191,13 @@ registrations = st.builds(
     contact=st.none() | st.binary(min_size=1, max_size=300),
     attempt=counts,
     acknowledges=st.booleans(),
+    verifies=st.none() | names,
 )
+sums = st.builds(PartSums, names, counts, counts, counts, counts, st.integers(1, 2**31 - 1), st.binary(max_size=40))
 peer_messages = st.one_of(
     st.builds(Accepted, request_ids, st.booleans()),
     st.builds(FirstToken, request_ids, st.none() | blocks, st.lists(names, max_size=3).map(tuple)),
+    st.builds(Completed, request_ids, st.integers(1, 999_999), counts, st.lists(sums, max_size=3).map(tuple)),
     st.builds(Fail, request_ids, counts, reasons, st.booleans()),
     st.builds(Cancel, request_ids, names, names, ports, sizes),
     st.builds(Cancelled, request_ids),
@@ -303,7 +322,7 @@ def altered(
     """The message as a map, with other values for some of its keys, and with additional keys."""
     keys = st.sampled_from([*message.__struct_fields__, *SOUND]) | st.text(max_size=5)
     changes = st.dictionaries(keys, odd | anything, min_size=1, max_size=2)
-    return changes.map(lambda other: (message, {**msgspec.to_builtins(message), **other}))
+    return changes.map(lambda other: (message, {**msgspec.to_builtins(message, builtin_types=(bytes,)), **other}))
 
 
 @settings(FUZZ, max_examples=400)
@@ -322,11 +341,11 @@ def is_sound_as_sent(field: str, value: Any) -> bool:
     """For a value in a map, before reading: groups and parts are lists there, and a reason may hold any text."""
     if field == "reason":
         return type(value) is str and len(value) <= 4000
-    if field not in ("local_block_ids", "parameters", "other", "computed", "numbers"):
+    if field not in ("local_block_ids", "parameters", "other", "computed", "numbers", "sums"):
         return SOUND[field](value)
     if type(value) is not list:
         return False
-    if field in ("parameters", "other", "computed", "numbers"):
+    if field in ("parameters", "other", "computed", "numbers", "sums"):
         return SOUND[field](tuple(tuple(each) if type(each) is list else each for each in value))
     lists = [each for each in value if type(each) is list]
     groups = [value] if value and not lists else value
@@ -340,7 +359,7 @@ WHOLE = [registration([1]), *(message for message, _ in BETWEEN_US)]
 def test_each_field_accepts_only_valid_values_and_errors_name_the_field(
     message: Registration | PeerMessage,
 ) -> None:
-    sound = msgspec.to_builtins(message)
+    sound = msgspec.to_builtins(message, builtin_types=(bytes,))
     for field in message.__struct_fields__:
         for value in ODD:
             sent = prefix_of(message) + msgspec.msgpack.encode({**sound, field: value})
@@ -353,7 +372,7 @@ def test_each_field_accepts_only_valid_values_and_errors_name_the_field(
 
 @pytest.mark.parametrize("message", WHOLE, ids=lambda message: type(message).__name__)
 def test_the_error_names_a_missing_field(message: Registration | PeerMessage) -> None:
-    sound = msgspec.to_builtins(message)
+    sound = msgspec.to_builtins(message, builtin_types=(bytes,))
     required = type(message).__struct_fields__[: {Registration: 6, Accepted: 1, FirstToken: 2}.get(type(message))]
     for field in required:
         rest = {name: value for name, value in sound.items() if name != field}

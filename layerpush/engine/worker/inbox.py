@@ -2,8 +2,8 @@
 
     from D     ``Registration``, ``Cancel``, ``Unregister``, ``Decline``               ``Claims``
                ``Heartbeat``                                                           vLLM's main thread
-    from P     ``Accepted``, ``FirstToken``, ``PrefixLanded``, ``Fail``, ``Cancelled``,
-               ``Queued``, ``Unregistered``                                            ``Loads``
+    from P     ``Accepted``, ``FirstToken``, ``PrefixLanded``, ``Completed``, ``Fail``,
+               ``Cancelled``, ``Queued``, ``Unregistered``                             ``Loads``
                ``Completion``                                                          ``Loads``, with its notification
     from both  ``Ping``                                                                ``Claims``
                ``Pong``                                                                ``PrefillPeers``, and
@@ -25,6 +25,7 @@ from layerpush.core.wire import (
     Accepted,
     Cancel,
     Cancelled,
+    Completed,
     Completion,
     Decline,
     Fail,
@@ -92,11 +93,11 @@ class Inbox:
         if not batch:
             return False
         arrived = list(self._read(batch))
-        landed = Completion | PrefixLanded
+        landed = Completion | Completed | PrefixLanded
         failure = self._flushed() if any(isinstance(message, landed) for _, message, _, _ in arrived) else None
         for agent, message, payload, now in arrived:
             try:
-                if failure is not None and isinstance(message, Completion):
+                if failure is not None and isinstance(message, Completion | Completed):
                     self._loads.on_invisible(agent, message, payload, failure, now)
                 elif failure is None or not isinstance(message, PrefixLanded):
                     self._hand_over(agent, message, payload, now)
@@ -143,7 +144,7 @@ class Inbox:
                 self._heartbeat(message)
             case Accepted() | FirstToken() | Fail() | Cancelled() | Completion() | Queued() | Unregistered():
                 self._loads.on_message(agent, message, payload, now)
-            case PrefixLanded():
+            case PrefixLanded() | Completed():
                 self._loads.on_message(agent, message, payload, now)
             case Pong():
                 self._loads.on_pong(agent, now)

@@ -25,6 +25,7 @@ from layerpush.compat.engine_settings import (
     only_decodes,
     worker_fallback,
 )
+from layerpush.compat.kv_parts import kv_parts
 from layerpush.compat.metadata import (
     ABORTED,
     LayerwiseMetadata,
@@ -49,6 +50,7 @@ from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.core.liveness import PeerWatch, Verdict
 from layerpush.core.request_names import Arrived
 from layerpush.core.wire import Registration, WireError
+from layerpush.decode.checks import Checks
 from layerpush.decode.loads import Loads
 from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
@@ -64,6 +66,7 @@ from layerpush.prefill.fences import fences_for
 from layerpush.prefill.links import Links
 from layerpush.prefill.push import Identity
 from layerpush.prefill.pushes import Pushes
+from layerpush.prefill.samples import Sampler
 from layerpush.prefill.step_events import StepEvents
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.reporter import Reporter
@@ -73,6 +76,7 @@ from layerpush.transport import cuda
 from layerpush.transport.base import TransportError
 from layerpush.transport.connections import Connections
 from layerpush.transport.idle_connections import PING_EVERY_S, IdleConnections
+from layerpush.transport.kv_parts import CHECKSUM
 from layerpush.transport.link import Link
 from layerpush.transport.peers import Address, Rank
 from layerpush.transport.transfer import Transfer
@@ -153,6 +157,8 @@ class LayerwisePushWorker(VllmPushWorker):
             microbatch=microbatch,
             drafted=module_hooks.drafted(self.vllm_config, kv_caches),
         )
+        parts = kv_parts(self, layout) if fallback is None and config.verify else None
+        self._verifies = None if parts is None else CHECKSUM
         self._connections = Connections(self, self.transport, config.allowed_hosts, self._search)
         self.links = Links(self, self._connections)
         self.pushes = Pushes(
@@ -165,6 +171,7 @@ class LayerwisePushWorker(VllmPushWorker):
             self,
             self._trace,
             PushMeter(self.metrics.recorder, engine_fallback=fallback),
+            None if parts is None else Sampler(parts, [layer.name for layer in layout.layers], config.verify),
         )
         self.claims = Claims(
             self.pushes,
@@ -186,6 +193,7 @@ class LayerwisePushWorker(VllmPushWorker):
             PrefillPeers(self, self._connections, watch, self._probe_peer, recorder),
             Outcomes(self, self._rank, self._reported.append, self._trace, recorder),
             peer_errors,
+            None if parts is None else Checks(parts, recorder),
         )
         idle = IdleConnections(
             self.engine_id,
@@ -362,6 +370,8 @@ class LayerwisePushWorker(VllmPushWorker):
                 extra["contact"] = self._contact
             if self.acknowledges:
                 extra["acknowledges"] = True
+            if self._verifies is not None:
+                extra["verifies"] = self._verifies
             self.loads.register(registration, address, extra, now)
         except (msgspec.ValidationError, WireError, LookupError) as error:
             self.loads.refuse(request_id, f"it cannot be registered: {error}", now)

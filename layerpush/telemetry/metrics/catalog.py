@@ -213,6 +213,19 @@ KEPT_TOKENS = Metric(
     Side.DECODE,
     "Tokens of prompts whose load failed or was aborted: their KV had landed, and is in the prefix cache since then.",
 )
+VERIFIED_PARTS = Metric(
+    "verified_parts",
+    Kind.COUNTER,
+    Side.DECODE,
+    "Parts of KV (of a layer and a block) whose checksums D has compared with P's, because of `verify`; every rank "
+    "counts its own.",
+)
+VERIFY_MISMATCHES = Metric(
+    "verify_mismatches",
+    Kind.COUNTER,
+    Side.DECODE,
+    "Loads that failed on a rank because their KV differs from P's; the log has layer, block and P.",
+)
 HAND_OVER = Metric(
     "hand_over_seconds",
     Kind.HISTOGRAM,
@@ -359,7 +372,7 @@ CATALOG: tuple[Metric, ...] = (
     FAILED_WRITES, REWOUND_PUSHES, LAYERS_READY,
     ACTIVE_PUSHES, UNCLAIMED_PUSHES, PENDING_REGISTRATIONS,
     LOADS, LOAD, HAND_OVER, HAND_OVER_REPORT, HAND_OVER_SCHEDULE, HAND_OVER_FIRST_STEP, FIRST_TOKENS, EARLY_ANSWERS,
-    KEPT_TOKENS, AWAITED_LOADS, PARKED_REQUESTS, PARKED_BLOCKS, LOST_PEERS,
+    KEPT_TOKENS, VERIFIED_PARTS, VERIFY_MISMATCHES, AWAITED_LOADS, PARKED_REQUESTS, PARKED_BLOCKS, LOST_PEERS,
     DROPPED_MESSAGES, DROPPED_RECORDS, RING_BYTES, RING_USED_BYTES, WRITER_LAG, RANKS,
 )  # fmt: skip
 BY_KEY: Mapping[str, Metric] = MappingProxyType({metric.key: metric for metric in CATALOG})

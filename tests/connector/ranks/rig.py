@@ -53,6 +53,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from bench.servers.model import ModelShape
 from layerpush.compat import pieces
+from layerpush.telemetry.metrics.catalog import VERIFIED_PARTS
+from layerpush.telemetry.metrics.recorder import Recorder
 from tests.connector.conftest import PORTS
 from tests.connector.engine import block_hasher, config_of
 from tests.connector.ranks.topology import CHUNK, DRAFT_TOKENS, LAYERS, Kind, Side, Topology
@@ -63,7 +65,7 @@ from tests.support.waiting import until
 
 BLOCKS, MAX_TOKENS = 48, 512
 HEAD_SIZE, LATENT, INDEX, WINDOW = 32, 48, 20, 80
-LAYERPUSH = {"granularity": "layer", "packing": "off", "unknown_request_timeout_s": 120}
+LAYERPUSH = {"granularity": "layer", "packing": "off", "unknown_request_timeout_s": 120, "verify": 1.0}
 POISON = 0xA5
 """The bytes of a KV cache that nobody has written."""
 ATTENTION_HEADS = 8
@@ -80,7 +82,8 @@ class Result:
 
     ``compared`` counts the bytes of D that had to change, ``needed`` those of the blocks around them, and ``sent`` the
     bytes that each rank of P wrote. ``repeated`` of them are of states, and another rank of P sends them, too.
-    ``differing`` names the ranks of D with wrong bytes. ``kept`` are the tokens that D had in its prefix cache.
+    ``differing`` names the ranks of D with wrong bytes, and ``verified`` counts the parts that they compared with P's.
+    ``kept`` are the tokens that D had in its prefix cache.
     """
 
     mode: str
@@ -91,6 +94,7 @@ class Result:
     kept: int = 0
     sent: list[int] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
+    verified: int = 0
 
 
 def model(folder: Path, kind: Kind, heads: int) -> Path:
@@ -277,6 +281,9 @@ class Rank:
             }
             self.runner = V1Runner(self.connector, mine, tensors, drafted=tensors.keys() & {DRAFTED})
         self.totals = None if side.stock else Totals(worker.pushes._services.meter)
+        self._checked = Recorder()
+        if not side.stock and worker.loads._checks is not None:
+            worker.loads._checks._recorder = self._checked
 
     def write(self, name: str, table: list[int], tokens: range, memory: torch.Tensor | None = None) -> None:
         """Write a layer's KV of these tokens of a prompt with these blocks into ``memory``, or into the cache."""
@@ -308,6 +315,11 @@ class Rank:
     def same_bytes(self) -> int:
         """The bytes of its states that other ranks have, too."""
         return sum(size for parts in self._states.values() for size, is_same in parts if is_same)
+
+    @property
+    def verified(self) -> int:
+        """The parts of its KV that it has compared with P's. They were equal, or a load has failed."""
+        return sum(self._checked.take_delta().counters.get(VERIFIED_PARTS.key, {}).values())
 
     @property
     def layers(self) -> list[str]:
@@ -604,6 +616,7 @@ def _run(topology: Topology, folder: Path, engines: list[Engine], lines: Lines) 
         result = Result("refused", "\n".join(lines.lines))
     result.kept = kept
     result.sent = [rank.agent.sent for p in ps for rank in p.ranks]
+    result.verified = sum(rank.verified for d in ds for rank in d.ranks)
     result.repeated = max(0, topology.p.tp - topology.d.tp) * ps[0].ranks[0].same_bytes
     p, d = (engine.ranks[0].connector.connector_worker for engine in (ps[0], ds[0]))
     cuts = topology.p.block_size != topology.d.block_size and not topology.has_states

@@ -57,6 +57,9 @@ def test_every_byte_of_the_kv(case: Case, folder: Path) -> None:
     assert case.reason in result.reason
     assert sum(result.sent) == case.copies * result.needed + (result.repeated if case.copies else 0)
     assert (result.needed > 0) == (case.mode != "refused")
+    p, d = case.topology.p, case.topology.d
+    by_vllm = p.stock or (case.mode == "whole" and p.block_size == d.block_size)
+    assert (result.verified > 0) == (case.mode != "refused" and not by_vllm and not d.stock)
 
 
 @pytest.mark.exhaustive
@@ -125,6 +128,41 @@ def test_what_has_landed_is_kept_in_whole_blocks(topology: Topology, kept: int, 
     assert sum(result.sent) == result.needed > 0
 
 
+@pytest.fixture
+def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D compares nothing with P's checksums: its load would fail."""
+    from tests.connector.ranks import rig
+
+    monkeypatch.setattr(rig, "LAYERPUSH", rig.LAYERPUSH | {"verify": 0})
+
+
+PAIRS = {
+    "alike": Topology(),
+    "MLA, more ranks on P": Topology("mla", Side(tp=2)),
+    "larger blocks on D, more ranks on P": Topology(p=Side(tp=2), d=Side(block_size=64)),
+    "larger blocks on P, more ranks on D": Topology(p=Side(block_size=64), d=Side(tp=2)),
+}
+
+
+@pytest.mark.parametrize("topology", PAIRS.values(), ids=PAIRS)
+def test_blocks_in_wrong_places_fail_the_load(
+    topology: Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.connector.ranks.rig import run
+
+    right = DirectPlanner.descriptors
+
+    def wrong(self: DirectPlanner, write: Write, link: Link) -> tuple[DescriptorIds, DescriptorIds]:
+        local, remote = right(self, write, link)
+        return local, np.roll(remote, 1)
+
+    monkeypatch.setattr(DirectPlanner, "descriptors", wrong)
+    result = run(topology, folder)
+    assert result.mode == "refused"
+    assert "is not what it has sent: layer model.layers." in result.reason
+
+
+@pytest.mark.usefixtures("unverified")
 @pytest.mark.parametrize("fault", ["blocks change places", "a block of nobody is written"])
 def test_wrong_descriptors_are_seen(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.connector.ranks.rig import run
@@ -144,6 +182,7 @@ def test_wrong_descriptors_are_seen(fault: str, folder: Path, monkeypatch: pytes
 ROWS = Topology("mla", *[Side(block_size=16, layout="BLHNC")] * 2)
 
 
+@pytest.mark.usefixtures("unverified")
 def test_a_layer_at_the_place_of_another_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from layerpush.compat import pieces
     from tests.connector.ranks.rig import run

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from layerpush.core.first_token import Missing
 from layerpush.core.liveness import PeerWatch
@@ -27,32 +28,30 @@ from layerpush.core.replica import Replica
 from layerpush.core.request_names import named_prompts
 from layerpush.core.wire import (
     PROTOCOL_VERSION,
-    Accepted,
-    Cancelled,
+    Completed,
     Completion,
     Decline,
-    Fail,
-    FirstToken,
     Message,
     Pong,
-    PrefixLanded,
-    Queued,
     Registration,
-    Unregistered,
     read,
 )
+from layerpush.decode.checks import Checks
+from layerpush.decode.early_messages import LoadMessage
 from layerpush.decode.loads import Loads
 from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.engine.scheduler.postponed_loads import PostponedLoads
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
+from layerpush.transport.kv_parts import CHECKSUM, KvParts
 from layerpush.transport.peers import Address
 from tests.support.fake_transport import Descriptors, FakeWrite
 from tests.unit.both_sides.process import (
     BLOCK_BYTES,
     BLOCK_SIZE,
     D_BLOCKS,
+    HEADS,
     LAYERS,
     NOWHERE,
     POISON,
@@ -60,6 +59,7 @@ from tests.unit.both_sides.process import (
     Pool,
     Process,
     Prompt,
+    kv_layers,
 )
 
 if TYPE_CHECKING:
@@ -98,6 +98,10 @@ class Load:
     """Its first blocks that have landed although the load has failed."""
     given: int = 0
     """Its first blocks that were given away while the others are parked."""
+    damaged: bool = False
+    """Whether the engine has damaged one of its blocks."""
+    differs: bool = False
+    """Whether it was found to differ from P's KV."""
     aborted: bool = False
     overdue: bool = False
 
@@ -127,7 +131,9 @@ class DecodeEngine(Process):
         worker: Any = self
         peers = PrefillPeers(worker, self.connections, self.watch, self.probe, recorder)
         outcomes = Outcomes(worker, 0, self._reported, TraceFile(None, engine_id, 0), recorder)
-        self.open_loads = Loads(worker, PEER_TIMEOUT_S, peers, outcomes, self.peer_errors)
+        caches = torch.from_numpy(self.memory).view(LAYERS, D_BLOCKS, HEADS, BLOCK_SIZE, 1)
+        checks = _Checks(self, KvParts(kv_layers(caches, HEADS), 0, 1), recorder)
+        self.open_loads = Loads(worker, PEER_TIMEOUT_S, peers, outcomes, self.peer_errors, checks)
 
     # The scheduler.
 
@@ -182,6 +188,7 @@ class DecodeEngine(Process):
             attempt=waiting.attempt,
             acknowledges=not self.world.fabric.ordered,
             number=next(self._numbers),
+            verifies=CHECKSUM,
         )
         address = self._prefill_address(NOWHERE if self.world.routers.random() < MISTAKEN else "host-of-P")
         self.task(lambda: self.open_loads.register(registration, address, {}, self.world.now))
@@ -221,7 +228,9 @@ class DecodeEngine(Process):
         load = self.loads[messages[0].request_id]  # type: ignore[union-attr]
         assert len(messages) == self.world.ranks, "one completion of each prefill rank"
         assert not load.aborted or load.outcome is None
-        assert self._holds(load, load.blocks), f"{load} was reported complete over wrong bytes"
+        is_compared = (self.engine_id, load.request_id) not in self.world.whole_pushes
+        is_right = self._holds(load, load.blocks)
+        assert is_right or (load.damaged and not is_compared), f"{load} was reported complete over wrong bytes"
         assert (load.first_token is None) == (load.sampling is None), f"{load} lacks its answer, or did not ask"
         self.postponed.load_ended(load.request_id)
         self._end(load, "loaded")
@@ -280,8 +289,29 @@ class DecodeEngine(Process):
         assert 0 < tokens < load.prompt.tokens
         load.kept = tokens // BLOCK_SIZE - (load.prompt.blocks - len(load.blocks))
         assert load.kept > 0, "D has them already"
-        assert self._holds(load, load.blocks[: load.kept]), f"{load} keeps wrong bytes"
+        is_right = self._holds(load, load.blocks[: load.kept])
+        assert is_right or (load.damaged and not load.differs), f"{load} keeps wrong bytes"
         self.world.kept_blocks += load.kept
+
+    def damage(self, load: Load, layer: int, token: int, head: int) -> None:
+        """The engine overwrites a byte of a load that is under way. ``token`` counts from the first one that it loads.
+
+        Bytes behind the prompt's last token may be anything.
+        """
+        load.damaged = True
+        block, place = divmod(token, BLOCK_SIZE)
+        at = (layer * D_BLOCKS + load.blocks[block]) * BLOCK_BYTES
+        self.memory[at + head * BLOCK_SIZE + place] ^= 1
+
+    @property
+    def damageable(self) -> list[Load]:
+        """Loads of which no rank of P has written everything: what follows is compared, unless it is pushed whole."""
+        sessions = {request_id: load.session for request_id, load in self.open_loads._open.items()}
+        return [
+            load
+            for request_id, load in self.loads.items()
+            if load.outcome is None and (session := sessions.get(request_id)) is not None and session.landed == 0
+        ]
 
     def _cleared(self, request_id: str) -> None:
         load = self.loads[request_id]
@@ -310,8 +340,7 @@ class DecodeEngine(Process):
         if isinstance(message, Pong):
             self.open_loads.on_pong(sender, self.world.now)
         else:
-            kinds = Accepted | FirstToken | PrefixLanded | Fail | Cancelled | Completion | Queued | Unregistered
-            assert isinstance(message, kinds)
+            assert isinstance(message, LoadMessage)
             self.open_loads.on_message(sender, message, payload, self.world.now)
 
     def _end(self, load: Load, outcome: str) -> None:
@@ -388,3 +417,20 @@ class DecodeEngine(Process):
         assert len(self.open_loads) == 0
         assert not self.open_loads.is_waiting
         assert len(self.watch) == 0
+
+
+class _Checks(Checks):
+    """Only a damaged load differs from P's KV."""
+
+    def __init__(self, engine: DecodeEngine, parts: KvParts, recorder: Recorder) -> None:
+        super().__init__(parts, recorder)
+        self._engine = engine
+
+    def difference(self, registration: Registration, completed: Completed) -> str | None:
+        found, load = super().difference(registration, completed), self._engine.loads[registration.request_id]
+        if found is not None:
+            load.differs = True
+            self._engine.world.mismatches += 1
+            if not load.damaged:
+                self._engine.accuse(f"{load} is right: {found}")
+        return found

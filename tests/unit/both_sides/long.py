@@ -47,7 +47,7 @@ WEIGHTS = {
 }
 
 
-def long_prompts(seed: int, **fault_rates: Any) -> World:
+def long_prompts(seed: int, verify: float = 0.0, **fault_rates: Any) -> World:
     """Drives a world with two long prompts at random. Then P mostly ends, and the others are driven home.
 
     Raises ``AssertionError`` for a broken promise.
@@ -56,9 +56,11 @@ def long_prompts(seed: int, **fault_rates: Any) -> World:
     rates: dict[str, Any] = {"hold_writes": draw.choice([0.0, 0.5]), "delay": draw.choice([0.0, 0.3])}
     mode, ranks, ordered = draw.choice([PushMode.LAYER, PushMode.CHUNK]), draw.choice([1, 2]), draw.random() < 0.7
     faults = Faults.endless(seed, **rates | fault_rates)
-    world = World(faults, seed, ranks, mode, draw.choice([1, 4]), ordered=ordered)
+    world = World(faults, seed, ranks, mode, draw.choice([1, 4]), ordered=ordered, verify=verify)
     known = {moved.do: moved.possible for moved in MOVES} | {compute: may_compute}
     weights = WEIGHTS | {compute: 40}
+    if verify:
+        weights[moves.damage] = 3
     try:
         assert world.prefill is not None
         for name in "ab":

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerpush.core.wire import FirstToken, encode
-from tests.unit.both_sides.decode import DecodeEngine
+from tests.unit.both_sides.decode import DecodeEngine, Load
 from tests.unit.both_sides.prefill import PrefillEngine, Request
-from tests.unit.both_sides.process import SAMPLING, Prompt
+from tests.unit.both_sides.process import BLOCK_SIZE, HEADS, LAYERS, SAMPLING, Prompt
 from tests.unit.both_sides.world import DECODERS, World
 
 Pick = Callable[[Sequence[Any]], Any]
@@ -161,6 +161,17 @@ def lie_low(world: World, pick: Pick) -> None:
         world.now += 2.0
         world.turn()
         world.check()
+
+
+def _damageable(world: World) -> list[tuple[DecodeEngine, Load]]:
+    return [(engine, load) for engine in _decoding(world) for load in engine.damageable] if world.verify else []
+
+
+@move(8, lambda world: bool(_damageable(world)))
+def damage(world: World, pick: Pick) -> None:
+    engine, load = pick(_damageable(world))
+    tokens = load.prompt.tokens - (load.prompt.blocks - len(load.blocks)) * BLOCK_SIZE
+    engine.damage(load, pick(range(LAYERS)), pick(range(tokens)), pick(range(HEADS)))
 
 
 @move(1, lambda world: bool(world.engines))

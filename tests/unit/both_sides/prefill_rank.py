@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import torch
 
 from layerpush.core.layout import CacheLayout
 from layerpush.core.replica import ALONE, Replica
@@ -29,6 +30,7 @@ from layerpush.prefill.links import Links
 from layerpush.prefill.push import Identity
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.prefill.pushes import Pushes
+from layerpush.prefill.samples import Sample, Sampler
 from layerpush.prefill.step_events import StepEvents
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
@@ -38,15 +40,19 @@ from layerpush.transport.base import DescriptorIds, Route, WriteHandle, WriteSta
 from layerpush.transport.gather.cost import CopyCost
 from layerpush.transport.gather.gatherer import Gatherer
 from layerpush.transport.gather.strategy import GatherStrategy
+from layerpush.transport.kv_parts import KvParts
 from layerpush.transport.link import Link
 from layerpush.transport.transfer import Transfer
 from layerpush.transport.writes import Writes
 from tests.support.fake_transport import Bytes
 from tests.unit.both_sides.process import (
     BLOCK_BYTES,
+    BLOCK_SIZE,
+    HEADS,
     POISON,
     UNKNOWN_S,
     Process,
+    kv_layers,
 )
 from tests.unit.both_sides.rings import MixedStrategy, PrefillStaging
 from tests.unit.builders import layout_of, upstream_pairs
@@ -93,6 +99,7 @@ class PrefillRank(Process):
         worker: Any = self
         self.links = _Links(worker, self.connections)
         writes = Writes(self.transport, layout, self.strategy, write_timeout_s)
+        draw = random.Random(rank)
         self.writer = Pushes(
             identity or Identity(engine.engine_id, rank),
             layout,
@@ -103,6 +110,7 @@ class PrefillRank(Process):
             worker,
             trace or TraceFile(None, engine.engine_id, rank),
             meter or _Plans(world),
+            Sampler(self._parts(), [layer.name for layer in layout.layers], world.verify, draw),
         )
         self.writer.max_in_flight = world.max_in_flight
         self.writer.registry = self
@@ -115,6 +123,12 @@ class PrefillRank(Process):
             lambda: self.capture.steps,
             UNKNOWN_S,
         )
+
+    def _parts(self) -> KvParts:
+        """A block has two heads. A rank has one of them, or both."""
+        heads = None if self.world.equal_kv else HEADS
+        caches = torch.from_numpy(self.memory).view(self.world.layers, -1, HEADS // self.pieces, BLOCK_SIZE, 1)
+        return KvParts(kv_layers(caches, heads), self.rank, self.engine.size)
 
     def _staging(self, layout: CacheLayout) -> PrefillStaging:
         return PrefillStaging(self, layout)
@@ -275,6 +289,7 @@ class PrefillRank(Process):
     def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
         agent, registration = self.whole.pop(id(transfer.handle))
         if landed:
+            self.world.whole_pushes.add(registration.key)
             self.world.note_completion(self, registration)
             self.connections.notify(agent, encode_completion(registration.request_id, self.world_size))
 
@@ -315,9 +330,9 @@ class _Links(Links):
 
     _worker: PrefillRank  # type: ignore[assignment]
 
-    def complete(self, link: Link, registration: Registration) -> None:
+    def complete(self, link: Link, registration: Registration, sample: Sample | None = None) -> None:
         self._worker.world.note_completion(self._worker, registration)
-        super().complete(link, registration)
+        super().complete(link, registration, sample)
 
 
 class _Plans(PushMeter):

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from layerpush.core.liveness import Verdict
 from layerpush.core.wire import Message, read
@@ -19,12 +20,15 @@ from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.acknowledged import AcknowledgedTransport
 from layerpush.transport.base import Transport, TransportError
 from layerpush.transport.connections import Connections
+from layerpush.transport.kv_parts import Field, LayerKv
 from layerpush.transport.peers import Address, Handshake, Peers, Rank
 
 if TYPE_CHECKING:
     from tests.unit.both_sides.world import World
 
 LAYERS, BLOCK_BYTES, BLOCK_SIZE = 2, 8, 4
+HEADS = BLOCK_BYTES // BLOCK_SIZE
+"""KV heads of a layer, each with a byte for a token."""
 P_BLOCKS, D_BLOCKS = 16, 12
 POISON = 0xEE
 SAMPLING = "greedy"
@@ -57,6 +61,12 @@ class Prompt:
         """The KV that attention leaves in a block."""
         seed = [*self.text.encode(), layer, index]
         return np.random.default_rng(seed).integers(0, POISON, BLOCK_BYTES, dtype=np.uint8)
+
+
+def kv_layers(caches: torch.Tensor, heads: int | None) -> dict[str, LayerKv]:
+    """``caches`` by layer. ``heads`` of all ranks; None: each rank has all."""
+    fields = (Field(1, 1),)
+    return {f"layers.{layer}": LayerKv(cache, 0, 1, heads, fields) for layer, cache in enumerate(caches)}
 
 
 def base_id(request_id: str) -> str:

@@ -31,6 +31,7 @@ def stormy(
     *,
     ordered: bool = True,
     equal_kv: bool = False,
+    verify: float = 0.0,
     **fault_rates: Any,
 ) -> World:
     """A world with random faults and packing, except for ``fault_rates`` and ``packing``. With ``equal_kv``, P has two
@@ -44,7 +45,9 @@ def stormy(
     blocks = draw.choice([*3 * [(P_BLOCKS, D_BLOCKS)], ROOM])
     faults = Faults.endless(seed, **fault_rates)
     ranks = 2 if equal_kv else 1 if packing else ranks
-    return World(faults, seed, ranks, mode, max_in_flight, packs, blocks, ordered=ordered, equal_kv=equal_kv)
+    return World(
+        faults, seed, ranks, mode, max_in_flight, packs, blocks, ordered=ordered, equal_kv=equal_kv, verify=verify
+    )
 
 
 def storm(seed: int, moves: int = 120, packing: dict[str, Any] | None = None, **fault_rates: Any) -> World:

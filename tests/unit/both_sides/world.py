@@ -55,11 +55,14 @@ class World:
         *,
         ordered: bool = True,
         equal_kv: bool = False,
+        verify: float = 0.0,
     ) -> None:
-        """``equal_kv``: each of P's ranks holds all KV. Otherwise each has a part of every block."""
+        """``equal_kv``: each of P's ranks holds all KV. Otherwise each has a part of every block. ``verify``: the share
+        of pushes by layer whose KV is compared; a D then damages some of its blocks.
+        """
         self.prefill_blocks, self.decode_blocks = blocks
         self.fabric = FakeFabric(faults, seed, ordered=ordered)
-        self.equal_kv = equal_kv
+        self.equal_kv, self.verify = equal_kv, verify
         self.ranks, self.mode, self.max_in_flight = ranks, mode, max_in_flight
         self.packing = packing or Packing()
         self.copies = random.Random(self.packing.seed)
@@ -78,6 +81,10 @@ class World:
         self.kept_blocks = 0
         """Blocks that have landed of loads that have failed."""
         self.outcomes: Counter[str] = Counter()
+        self.mismatches = 0
+        """Loads that have failed because their KV was damaged."""
+        self.whole_pushes: set[tuple[str, str]] = set()
+        """Keys of registrations that a rank has pushed whole."""
         self.rewinds = 0
         """Steps that P's scheduler has taken back."""
         self.completions: Counter[tuple[str, tuple[str, str]]] = Counter()

@@ -1,0 +1,66 @@
+"""Compares KV that has landed with the checksums that prefill ranks have taken of theirs. Writer thread only."""
+
+from __future__ import annotations
+
+from layerpush.core.wire import NULL_BLOCK, Completed, PartSums, Registration
+from layerpush.telemetry.metrics.catalog import VERIFIED_PARTS, VERIFY_MISMATCHES
+from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.transport.kv_parts import KvParts, LayerKv, Place
+
+
+class _NoPlaceError(ValueError):
+    """A part of a prompt is not among a load's blocks. The text has the reason."""
+
+
+class Checks:
+    """``parts`` is this rank's KV."""
+
+    def __init__(self, parts: KvParts, recorder: Recorder) -> None:
+        self._parts = parts
+        self._recorder = recorder
+
+    def difference(self, registration: Registration, completed: Completed) -> str | None:
+        """The first part of a load that differs from a prefill rank's, with both checksums; None if there is none."""
+        try:
+            wrongs = (self._wrong(row, registration, completed) for row in completed.sums)
+            found = next(filter(None, wrongs), None)
+        except (_NoPlaceError, RuntimeError) as error:
+            found = f"its checksums cannot be compared: {error}"
+        if found is not None:
+            self._recorder.count(VERIFY_MISMATCHES)
+        return found
+
+    def _wrong(self, row: PartSums, registration: Registration, completed: Completed) -> str | None:
+        layer, heads = self._parts.layers.get(row.layer), range(row.first_head, row.end_head)
+        own = range(0) if layer is None else self._parts.heads(row.layer)
+        if layer is None or not own.start <= heads.start < heads.stop <= own.stop:
+            raise _NoPlaceError(f"this rank does not have heads {heads.start} to {heads.stop - 1} of {row.layer}")
+        starts = range(row.start, row.end, row.unit)
+        if len(row.values) != 4 * len(starts):
+            raise _NoPlaceError(f"{len(row.values)} bytes of checksums for {len(starts)} parts of {row.layer}")
+        parts = [(start, min(start + row.unit, row.end)) for start in starts]
+        places = [_place(layer, start, end, registration, completed.tokens) for start, end in parts]
+        values = self._parts.checksums(row.layer, heads, places)
+        self._recorder.count(VERIFIED_PARTS, number=len(parts))
+        for index, ((start, end), place) in enumerate(zip(parts, places, strict=True)):
+            ours, theirs = values[4 * index :][:4], row.values[4 * index :][:4]
+            if ours != theirs:
+                where = f"layer {row.layer}, tokens {start} to {end - 1}, block {place.block // layer.kernel_blocks}"
+                return f"{where}: checksum {ours.hex()}, on the prefill rank {theirs.hex()}"
+        return None
+
+
+def _place(layer: LayerKv, start: int, end: int, registration: Registration, tokens: int) -> Place:
+    """The place of tokens ``[start, end)`` of a prompt of ``tokens``. Raises ``_NoPlaceError``."""
+    kernel, group = layer.kernel_tokens, registration.local_block_ids[layer.group]
+    block, inside = divmod(start, kernel)
+    number, page = divmod(block, layer.kernel_blocks)
+    index = number - _skipped(layer, tokens, len(group))
+    if not 0 <= index < len(group) or group[index] == NULL_BLOCK or inside + end - start > kernel:
+        raise _NoPlaceError(f"tokens {start} to {end - 1} are in no block of the load")
+    return Place(group[index] * layer.kernel_blocks + page, inside, end - start)
+
+
+def _skipped(layer: LayerKv, tokens: int, registered: int) -> int:
+    """The number of a prompt's first blocks that the load does not have: they were in the prefix cache."""
+    return -(-tokens // (layer.kernel_tokens * layer.kernel_blocks)) - registered
