@@ -11,6 +11,8 @@ from layerpush.compat.pieces import content_of
 from layerpush.core.layout import CacheLayout
 from layerpush.transport.kv_parts import Field, KvParts, LayerKv
 
+DEVICES = ("cpu", "cuda")
+
 
 def kv_parts(worker: NixlPushConnectorWorker, layout: CacheLayout) -> KvParts | None:
     """The layers of ``layout`` with attention. None: there is none, or the ranks of this engine split its tokens."""
@@ -20,7 +22,13 @@ def kv_parts(worker: NixlPushConnectorWorker, layout: CacheLayout) -> KvParts | 
     for layer in layout.layers if topology.dcp_size == 1 else ():
         spec, cache = worker._layer_specs.get(layer.name), worker.device_kv_caches.get(layer.name)
         ranks = None if spec is None else kind_of(spec).ranks
-        if ranks is None or cache is None or cache.ndim != 4 or cache.stride(3) != 1:
+        if (
+            ranks is None
+            or cache is None
+            or cache.ndim != 4
+            or cache.stride(3) != 1
+            or cache.device.type not in DEVICES
+        ):
             continue
         strips = () if content is None else content(cache.shape[3] * cache.element_size(), cache)
         layers[layer.name] = LayerKv(

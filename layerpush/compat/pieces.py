@@ -361,12 +361,14 @@ def _is_packed(worker: NixlPushConnectorWorker, kernels: Sequence[int]) -> bool:
     """Whether several tokens share bytes of a block of one of these sizes: in NVFP4, and in CPU_ATTN's layout for AMX,
     which vLLM chooses by the block size.
     """
+    if worker.vllm_config.cache_config.cache_dtype.startswith("nvfp4"):
+        return True
+    if worker.use_mla or not current_platform.is_cpu():
+        return False
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     dtype, size = worker.model_config.dtype, worker.model_config.get_head_size()
-    cpu = current_platform.is_cpu() and not worker.use_mla
-    isas = {_get_attn_isa(dtype, tokens, size) for tokens in kernels} if cpu else set()
-    return not isas <= {"vec", "vec16"} or worker.vllm_config.cache_config.cache_dtype.startswith("nvfp4")
+    return not {_get_attn_isa(dtype, tokens, size) for tokens in kernels} <= {"vec", "vec16"}
 
 
 def _rows(

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 from layerpush.core.wire import NULL_BLOCK, Completed, PartSums, Registration
 from layerpush.telemetry.metrics.catalog import VERIFIED_PARTS, VERIFY_MISMATCHES
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.transport.kv_parts import KvParts, LayerKv, Place
+
+MOST_BYTES = 64 << 20
+"""The most KV that is compared for one message. A prefill rank of layerpush sends checksums of half of it at most."""
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class _NoPlaceError(ValueError):
@@ -20,24 +27,40 @@ class Checks:
         self._recorder = recorder
 
     def difference(self, registration: Registration, completed: Completed) -> str | None:
-        """The first part of a load that differs from a prefill rank's, with both checksums; None if there is none."""
-        try:
-            wrongs = (self._wrong(row, registration, completed) for row in completed.sums)
-            found = next(filter(None, wrongs), None)
-        except (_NoPlaceError, RuntimeError) as error:
-            found = f"its checksums cannot be compared: {error}"
-        if found is not None:
-            self._recorder.count(VERIFY_MISMATCHES)
-        return found
+        """The first part of a load that differs from a prefill rank's, with both checksums; None if there is none.
 
-    def _wrong(self, row: PartSums, registration: Registration, completed: Completed) -> str | None:
+        What cannot be compared is logged: its bytes may be right.
+        """
+        try:
+            left = MOST_BYTES
+            for row in completed.sums:
+                left -= self._size(row)
+                if left < 0:
+                    raise _NoPlaceError(f"its checksums are of more than {MOST_BYTES >> 20} MiB")
+                if (found := self._wrong(row, registration, completed)) is not None:
+                    self._recorder.count(VERIFY_MISMATCHES)
+                    return found
+        except Exception as error:  # noqa: BLE001  a device without memory, a peer of another set-up: the load goes on
+            self._not_compared(registration, error)
+        return None
+
+    def _not_compared(self, registration: Registration, error: Exception) -> None:
+        logger.warning("the KV of %s is not compared with P's: %s", registration.request_id, error)
+
+    def _size(self, row: PartSums) -> int:
+        """The bytes that are read for a row: whole kernel blocks. Raises ``_NoPlaceError``."""
         layer, heads = self._parts.layers.get(row.layer), range(row.first_head, row.end_head)
         own = range(0) if layer is None else self._parts.heads(row.layer)
         if layer is None or not own.start <= heads.start < heads.stop <= own.stop:
             raise _NoPlaceError(f"this rank does not have heads {heads.start} to {heads.stop - 1} of {row.layer}")
+        count = len(range(row.start, row.end, row.unit))
+        if len(row.values) != 4 * count:
+            raise _NoPlaceError(f"{len(row.values)} bytes of checksums for {count} parts of {row.layer}")
+        return count * layer.size(heads, layer.kernel_tokens)
+
+    def _wrong(self, row: PartSums, registration: Registration, completed: Completed) -> str | None:
+        layer, heads = self._parts.layers[row.layer], range(row.first_head, row.end_head)
         starts = range(row.start, row.end, row.unit)
-        if len(row.values) != 4 * len(starts):
-            raise _NoPlaceError(f"{len(row.values)} bytes of checksums for {len(starts)} parts of {row.layer}")
         parts = [(start, min(start + row.unit, row.end)) for start in starts]
         places = [_place(layer, start, end, registration, completed.tokens) for start, end in parts]
         values = self._parts.checksums(row.layer, heads, places)

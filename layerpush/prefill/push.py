@@ -367,9 +367,11 @@ class Push:
         except Exception as error:  # noqa: BLE001  after any error the session must know that this WRITE is lost
             self._note_loss(write.id, f"a WRITE could not be posted: {error}", isinstance(error, PeerLostError))
             self._services.meter.lost()
-        if self._sample is not None:
+        if self._sample is not None and write.id not in self._losses:
+            sample, self._sample = self._sample, None  # after an error there is none
             with logged("a checksum", self.request_id):
-                self._sample.take(write, self.session.ready_blocks)
+                sample.take(write, self.session.ready_blocks)
+                self._sample = sample
         if posted:
             descriptors = sum(transfer.record.runs or 0 for transfer in posted)
             at = min(transfer.on_wire_at for transfer in posted)

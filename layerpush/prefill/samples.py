@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Iterator, Sequence
 
 from layerpush.core.replica import STRIPE
@@ -13,12 +14,12 @@ from layerpush.transport.kv_parts import CHECKSUM, KvParts, LayerKv, Place
 from layerpush.transport.link import Link
 
 SAMPLE_BYTES = 32 << 20
-"""About the most KV of one push that is read for checksums: neither writer may be busy for long."""
+"""The most KV of one push that a rank reads for checksums: neither writer may be busy for long."""
 
 
 class Sampler:
-    """Chooses a ``share`` of the pushes. ``parts`` is this rank's KV, and ``layers`` has the layers' names in the order
-    of a WRITE's.
+    """Chooses a ``share`` of the pushes, by a hash, so every rank chooses the same. ``parts`` is this rank's KV, and
+    ``layers`` has the layers' names in the order of a WRITE's.
     """
 
     def __init__(self, parts: KvParts, layers: Sequence[str], share: float, draw: random.Random | None = None) -> None:
@@ -29,7 +30,8 @@ class Sampler:
 
     def sample(self, registration: Registration, link: Link) -> Sample | None:
         """The sample of a push that begins; None if it is not chosen, or if its decode engine compares nothing."""
-        if registration.verifies != CHECKSUM or self._draw.random() >= self._share:
+        chance = zlib.crc32(repr(registration.key).encode()) / (1 << 32)
+        if registration.verifies != CHECKSUM or chance >= self._share:
             return None
         return Sample(self._parts, self._layers, registration.decode_tp_size, link, self._draw)
 
@@ -49,7 +51,8 @@ class Sample:
         self._link = link
         self._draw = draw
         self._epoch = 0
-        self._count = 0
+        self._count, self._bytes = MAX_CHECKSUMS, SAMPLE_BYTES
+        """How many checksums may still be taken, and of how much KV."""
         self._taken: dict[tuple[int, str], dict[int, tuple[int, bytes]]] = {}
         """For each decode rank and layer, by first token: the end, and the checksum."""
 
@@ -63,8 +66,8 @@ class Sample:
         for part in write.segments:
             for name in self._layers[part.layers]:
                 layer = self._parts.layers.get(name)
-                if layer is not None and self._draw.random() < share and self._count < MAX_CHECKSUMS:
-                    self._take(name, dict(self._places(layer, part, blocks)))
+                if layer is not None and self._draw.random() < share:
+                    self._take(name, layer, list(self._places(layer, part, blocks)))
 
     def sums(self, rank: int) -> tuple[PartSums, ...]:
         """The checksums for a decode rank."""
@@ -106,15 +109,23 @@ class Sample:
                 if tokens > 0 and (layer.fields or tokens == kernel):
                     yield start, Place(block, inside * unit, tokens)
 
-    def _take(self, name: str, places: dict[int, Place]) -> None:
-        self._count += len(places)
-        for route in self._link.routes:
+    def _take(self, name: str, layer: LayerKv, found: Sequence[tuple[int, Place]]) -> None:
+        """Of as many neighbouring places as may still be read."""
+        size = layer.size(self._parts.heads(name), layer.kernel_tokens)
+        most = min(len(found), self._count, self._bytes // size)
+        first = self._draw.randrange(len(found) - most + 1)
+        places = found[first : first + most]
+        self._count -= most
+        self._bytes -= most * size
+        sums: dict[range, bytes] = {}
+        for route in self._link.routes if places else ():
             heads = self._heads(name, route.remote_rank)
             if heads:
-                sums = self._parts.checksums(name, heads, list(places.values()))
+                if heads not in sums:
+                    sums[heads] = self._parts.checksums(name, heads, [place for _, place in places])
                 taken = self._taken.setdefault((route.remote_rank, name), {})
-                for index, (start, place) in enumerate(places.items()):
-                    taken[start] = start + place.tokens, sums[4 * index :][:4]
+                for index, (start, place) in enumerate(places):
+                    taken[start] = start + place.tokens, sums[heads][4 * index :][:4]
 
     def _heads(self, name: str, rank: int) -> range:
         """The heads that this rank has, and a decode rank as well."""

@@ -16,7 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-CHECKSUM = "crc32"
+CHECKSUM = "crc32/1"
+"""The checksum, and the version of the order of bytes."""
+COPY_BYTES = 4 << 20
+"""The most KV that is copied from a device at a time."""
 
 
 class Field(NamedTuple):
@@ -74,7 +77,7 @@ class KvParts:
         self.layers = layers
         self._rank, self._ranks = rank, ranks
         devices = {layer.cache.device for layer in layers.values() if layer.cache.device.type == "cuda"}
-        self._streams = {device: torch.cuda.Stream(device) for device in devices}
+        self._streams = {device: torch.cuda.Stream(device, priority=-1) for device in devices}
 
     def heads(self, name: str) -> range:
         """The KV heads of a layer that this rank has."""
@@ -87,14 +90,23 @@ class KvParts:
         """
         layer, first = self.layers[name], self.heads(name).start
         cache = layer.cache.view(torch.uint8)[:, heads.start - first : heads.stop - first]
-        if cache.device.type == "cpu":
-            blocks, at = cache.numpy(), [place.block for place in places]
+        sums: list[int] = []
+        if on_host(cache):
+            blocks = cache.numpy()
+            sums.extend(_checksum(layer, blocks[place.block], place) for place in places)
         else:
-            with torch.cuda.stream(self._streams[cache.device]):
-                index = torch.tensor([place.block for place in places], device=cache.device)
-                blocks, at = cache.index_select(0, index).cpu().numpy(), list(range(len(places)))
-        sums = [_checksum(layer, blocks[index], place) for index, place in zip(at, places, strict=True)]
+            count = max(1, COPY_BYTES // layer.size(heads, layer.kernel_tokens))
+            for some in (places[at : at + count] for at in range(0, len(places), count)):
+                with torch.cuda.stream(self._streams.get(cache.device)):
+                    index = torch.tensor([place.block for place in some], dtype=torch.int64, device=cache.device)
+                    blocks = cache.index_select(0, index).cpu().numpy()
+                sums.extend(_checksum(layer, block, place) for block, place in zip(blocks, some, strict=True))
         return b"".join(value.to_bytes(4) for value in sums)
+
+
+def on_host(cache: torch.Tensor) -> bool:
+    """Whether the CPU can read the memory."""
+    return str(cache.device.type) == "cpu"
 
 
 def _checksum(layer: LayerKv, block: NDArray[np.uint8], place: Place) -> int:

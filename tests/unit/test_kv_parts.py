@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
 
+from layerpush.transport import kv_parts
 from layerpush.transport.kv_parts import Field, KvParts, LayerKv, Place
 
 HEADS, TOKENS, CONTENT, BLOCK = 4, 64, 8, 16
@@ -75,3 +77,16 @@ def test_ranks_may_have_a_head_in_common() -> None:
     assert [layer.heads_of(rank, 4).start for rank in range(4)] == [0, 0, 1, 1]
     latent = LayerKv(cache(BLOCK, range(1)), 0)
     assert [latent.heads_of(rank, 4) for rank in (0, 3)] == [range(1), range(1)]
+
+
+def test_blocks_of_a_device_are_copied_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but on the CPU's memory."""
+    whole = parts(cache(BLOCK, range(HEADS)))
+    places = [Place(block, 0, BLOCK) for block in (3, 0, 2)]
+    expected = whole.checksums("a", range(1, 3), places)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(kv_parts, "on_host", lambda _: False)
+    for copied in (1, 1 << 20):
+        monkeypatch.setattr(kv_parts, "COPY_BYTES", copied)
+        assert whole.checksums("a", range(1, 3), places) == expected
+        assert whole.checksums("a", range(1, 3), []) == b""

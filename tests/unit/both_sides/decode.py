@@ -434,3 +434,6 @@ class _Checks(Checks):
             if not load.damaged:
                 self._engine.accuse(f"{load} is right: {found}")
         return found
+
+    def _not_compared(self, registration: Registration, error: Exception) -> None:
+        self._engine.accuse(f"{registration.request_id} is not compared: {error}")
