@@ -349,7 +349,8 @@ def content_of(worker: NixlPushConnectorWorker, *kernels: int) -> Callable[[int,
     """Gives the strips of a head in kernel blocks of these sizes. None: they cannot be cut between tokens."""
     backends = set(map(_module, worker.attn_backends))
     known = {CONTENT.get(backend) for backend in backends}
-    return None if len(known) > 1 or _is_packed(worker, kernels) else known.pop()
+    content = known.pop()
+    return None if known or content is None or _is_packed(worker, kernels) else content
 
 
 def _module(backend: type) -> str:

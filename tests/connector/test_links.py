@@ -242,7 +242,7 @@ def test_a_block_of_either_side_in_the_layout_for_amx_cannot_be_cut(
 ) -> None:
     from vllm.v1.attention.backends import cpu_attn
 
-    from layerpush.compat.pieces import StridedEngine, _is_packed
+    from layerpush.compat.pieces import _is_packed
 
     worker: Any = SimpleNamespace(
         block_size=ours,
@@ -250,7 +250,6 @@ def test_a_block_of_either_side_in_the_layout_for_amx_cannot_be_cut(
         model_config=SimpleNamespace(dtype=torch.bfloat16, get_head_size=lambda: 64),
         vllm_config=SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto")),
     )
-    info = StridedEngine(1, 0, ours, 1, kernel_tokens=theirs, pages=1, is_layerpush=True)
     for supported in (True, False):
         monkeypatch.setattr(cpu_attn.torch.cpu, "_is_amx_tile_supported", lambda found=supported: found)
-        assert _is_packed(worker, info) == supported
+        assert _is_packed(worker, (ours, theirs)) == supported
