@@ -1,4 +1,4 @@
-"""The cost of requests that only wait: the processor time of the writer's turns while no message comes.
+"""The cost of requests that only wait: the writer's turns while no message comes.
 
 The writer's own loop runs with its own objects; only the worker and the network are scripted. On D loads wait for P. On
 P pushes, whose prefill is over, wait for D's registration.
@@ -51,6 +51,7 @@ from layerpush.transport.writes import Writes
 LAYERS, TOKENS, BLOCK_TOKENS = 32, 1024, 16
 PEER_TIMEOUT_S = 20.0
 SAMPLE_S = 1.0
+TURNS = 1000
 P = Address("P", "127.0.0.1", 5600, 1)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -144,8 +145,10 @@ class Rank:
         self.waker.wake()
 
 
-def sample(side: str, requests: int) -> float:
-    """The share of Python's lock that a fresh writer takes while so many requests wait."""
+def sample(side: str, requests: int) -> tuple[float, float]:
+    """While so many requests wait: the share of Python's lock that a fresh writer takes, and the processor seconds of
+    a turn that visits every part and finds nothing.
+    """
     rank = Rank()
     thread = threading.Thread(target=rank.writer.run, daemon=True)
     thread.start()
@@ -159,7 +162,11 @@ def sample(side: str, requests: int) -> float:
     rank.writer._stop.set()
     rank.waker.set()
     thread.join()
-    return share
+    used = time.thread_time()
+    for _ in range(TURNS):
+        rank.writer._due = 0.0
+        rank.writer._turn(woken=False)
+    return share, (time.thread_time() - used) / TURNS
 
 
 @app.command()
@@ -168,21 +175,25 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each cell, in any order.")] = 5,
     out: Annotated[Path, typer.Option(metavar="FILE", help="All samples as JSON.")] = OUTPUT / "waiting.json",
 ) -> None:
-    """Measure the writer's share of Python's lock while requests wait on D, and on P.
+    """Measure the writer's share of Python's lock while requests wait on D, and on P, and the length of its turns.
 
     - python -m bench.waiting --requests 256 --rounds 10
     """
     cells = [(side, number) for side in ("D", "P") for number in (0, *numbers(requests))]
-    samples: dict[tuple[str, int], list[float]] = {cell: [] for cell in cells}
+    logging.disable(logging.WARNING)  # no forward pass calls hooks here
+    samples: dict[tuple[str, int], list[tuple[float, float]]] = {cell: [] for cell in cells}
     draw = random.Random(0)
     for _ in range(rounds):
         for side, number in draw.sample(cells, len(cells)):
             samples[side, number].append(sample(side, number))
-    rows = [{"side": side, "requests": number, "share": costs} for (side, number), costs in samples.items()]
-    write(out, {**provenance(seed=0), "seconds": SAMPLE_S, "rows": rows})
-    for (side, number), costs in samples.items():
-        percent, to_none = 100 * median(costs), median(costs) / median(samples[side, 0])
-        console().print(f"{side} {number:4} wait: {percent:.2f} % of the lock, {to_none:.1f} x none")
+    rows: list[dict[str, Any]] = [
+        {"side": side, "requests": number, "share": [share for share, _ in cell], "turn_s": [turn for _, turn in cell]}
+        for (side, number), cell in samples.items()
+    ]
+    write(out, {**provenance(seed=0), "seconds": SAMPLE_S, "rounds": rounds, "rows": rows})
+    for row in rows:
+        share, turn = 100 * median(row["share"]), 1e6 * median(row["turn_s"])
+        console().print(f"{row['side']} {row['requests']:4} wait: {share:.2f} % of the lock, {turn:.0f} us a turn")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from scripts.docgen import (
     soakrun,
     topologies,
     versions,
+    waiting,
 )
 from scripts.docgen.markers import fill
 
@@ -66,6 +67,7 @@ SECTIONS: Mapping[str, Section] = {
     "gpu-kernel-figures": Section((BENCHMARKS,), of("gpu-kernel.json", kernelpage.tables)),
     "sgl-figures": Section((BENCHMARKS,), of("sgl.json", forward.table)),
     "copies-figures": Section((BENCHMARKS,), of("copies.json", copies.tables)),
+    "waiting-figures": Section((BENCHMARKS,), of("waiting.json", waiting.table)),
     "soak-summary": Section((BENCHMARKS,), of("soak.json", soakrun.summary)),
     "soak-tables": Section((SOAK,), of("soak.json", soakrun.tables)),
     "protocol-course": Section((PROTOCOL,), lambda _: protocol.course()),
