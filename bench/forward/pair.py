@@ -82,7 +82,7 @@ class Pair:
         for transfer in self._writes.post(whole, replace(self._reach.link, speed=LinkSpeed())):
             self.pushes.adopt(request_id, transfer, DECODE, registration.request_id)
 
-    def complete(self, link: Link, registration: Registration) -> None:
+    def complete(self, link: Link, registration: Registration, _: None = None) -> None:
         for route in link.routes:
             self._transport.notify(route.agent, encode_completion(registration.request_id, 1))
 

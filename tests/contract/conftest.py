@@ -11,7 +11,10 @@ from tests.contract.link import FakeLink, Link, NixlLink
 from tests.contract.processes import LOOPBACK, set_ucx
 from tests.support import libfabric
 
-QUICK_BENCHES = ("test_a_wrong_byte_ends_the_benchmark_without_a_result",)
+QUICK_BENCHES = (
+    "test_a_wrong_byte_ends_the_benchmark_without_a_result",
+    "test_blocks_arrive_byte_for_byte_by_gathered_writes",
+)
 KINDS: dict[str, Callable[[], Link]] = {
     "fake": FakeLink,
     "nixl": NixlLink,
