@@ -169,12 +169,13 @@ def test_what_has_landed_of_failed_loads_stays_right(part: int) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mutant", prefix_mutants.MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", prefix_mutants.MUTANTS + verify_mutants.MUTANTS, ids=lambda mutant: mutant.name)
 def test_long_prompts_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = 1.0 if mutant in verify_mutants.MUTANTS else 0.0
     mutant.remove(monkeypatch)
     with pytest.raises(AssertionError):  # noqa: PT012
         for seed in mutant.seeds(8 * STORMS):
-            long_prompts(seed)
+            long_prompts(seed, verify=verify)
 
 
 @pytest.mark.parametrize("kind", [{}, {"ordered": False}, {"equal_kv": True}, {"packing": {"plan": "mixed"}}], ids=str)
@@ -189,15 +190,6 @@ def test_no_damaged_kv_is_kept() -> None:
     worlds = [long_prompts(seed, verify=1.0) for seed in storms(0, 4 * STORMS)]
     assert sum(world.mismatches for world in worlds)
     assert sum(world.kept_blocks for world in worlds) > STORMS // 2
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("mutant", verify_mutants.MUTANTS, ids=lambda mutant: mutant.name)
-def test_damaged_kv_reveals_a_removed_guard(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant.remove(monkeypatch)
-    with pytest.raises(AssertionError):  # noqa: PT012
-        for seed in mutant.seeds(8 * STORMS):
-            long_prompts(seed, verify=1.0)
 
 
 FULL_STORMS = 10
