@@ -1,4 +1,4 @@
-"""Pictures of the documentation, of results of ``python -m bench.forward``."""
+"""Pictures of the documentation, of results of ``python -m bench.forward`` and ``python -m bench.kept``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from bench.forward.growth import COUNTED, Line
+from bench.keptpage import KEPT, NOTHING
 from bench.markdown import Result
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +21,7 @@ HASH_SALT = "layerpush"
 PANEL_INCHES = (5.2, 3.9)
 COLOURS = {"auto": "#b0127b", "layer": "#d9541e", "chunk": "#f2b134", "request": "#4c9fd4"}
 BAND = (10, 90)
+BAR = 0.38
 DIGITS = 6
 """Digits of a slope after the point: a sum of floating-point numbers that should be 0 is shown as 0."""
 GROWN = ("WRITEs", "writer's processor time", "exposed")
@@ -58,9 +60,33 @@ def growing(path: Path) -> None:
                 panel.legend(fontsize="small", title=f"for one {what.removesuffix('s')} more", title_fontsize="small")
 
 
+def after_death(path: Path) -> None:
+    """First tokens after P's death, by the part of the prompt that P had computed. Stock push has no bar: none came."""
+    samples = [each for each in _result("kept.json")["samples"] if each["first_token_s"] is not None]
+    percents = list(dict.fromkeys(each["percent"] for each in samples))
+    with _figure(1, 1, path, "First token after P's death") as ((panel,),):
+        for index, (mode, what) in enumerate({NOTHING: "D keeps nothing", KEPT: "D keeps what has landed"}.items()):
+            found = [
+                [each["first_token_s"] for each in samples if (each["mode"], each["percent"]) == (mode, percent)]
+                for percent in percents
+            ]
+            where = [place + (index - 0.5) * BAR for place in range(len(percents))]
+            heights = [float(np.median(each)) for each in found]
+            bars = panel.bar(where, heights, BAR, label=what, color=COLOURS["request" if mode == NOTHING else "auto"])
+            panel.bar_label(bars, fmt="%.1f s", label_type="center", color="white", fontsize="small")
+            for place, each in zip(where, found, strict=True):
+                panel.plot([place] * len(each), each, "o", color="black", ms=2)
+        panel.set_xticks(range(len(percents)), [f"{percent} %" for percent in percents])
+        panel.set(xlabel="computed before P's death", ylabel="seconds")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.margins(y=0.25)
+        panel.legend(fontsize="small", loc="upper right")
+
+
 PICTURES: Mapping[Path, Callable[[Path], None]] = {
     ROOT / "docs/exposed-by-length.svg": exposed,
     ROOT / "docs/growth.svg": growing,
+    ROOT / "docs/kept.svg": after_death,
 }
 
 

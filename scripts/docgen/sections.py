@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import kernelpage
+from bench import keptpage, kernelpage
 from bench.forward import page as forward
 from bench.markdown import Result
 from bench.serve import page as serve
@@ -67,6 +67,7 @@ SECTIONS: Mapping[str, Section] = {
     "gpu-kernel-figures": Section((BENCHMARKS,), of("gpu-kernel.json", kernelpage.tables)),
     "sgl-figures": Section((BENCHMARKS,), of("sgl.json", forward.table)),
     "copies-figures": Section((BENCHMARKS,), of("copies.json", copies.tables)),
+    "kept-figures": Section((BENCHMARKS,), of("kept.json", keptpage.table)),
     "waiting-figures": Section((BENCHMARKS,), of("waiting.json", waiting.table)),
     "soak-summary": Section((BENCHMARKS,), of("soak.json", soakrun.summary)),
     "soak-tables": Section((SOAK,), of("soak.json", soakrun.tables)),
