@@ -21,35 +21,17 @@ import typer
 from bench import OUTPUT, write
 from bench.command import console, numbers
 from bench.provenance import provenance
+from bench.rank import Rank
 from layerpush.core.layout import CacheLayout, LayerSlots, Region
-from layerpush.core.liveness import PeerWatch
 from layerpush.core.push_mode import PushMode
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.wire import Registration
-from layerpush.decode.loads import Loads
-from layerpush.decode.outcomes import Outcomes
-from layerpush.decode.prefill_peers import PrefillPeers
-from layerpush.engine.unreported_aborts import UnreportedAborts
-from layerpush.engine.worker.inbox import Inbox
 from layerpush.engine.worker.wake import Waker
-from layerpush.engine.worker.writer_thread import WriterThread
-from layerpush.prefill.claims import Claims
-from layerpush.prefill.links import Links
-from layerpush.prefill.push import Identity
-from layerpush.prefill.pushes import Pushes
-from layerpush.prefill.step_events import StepEvents
 from layerpush.telemetry.metrics.loop_lag import LoopLag
-from layerpush.telemetry.metrics.pushes import PushMeter
-from layerpush.telemetry.metrics.recorder import Recorder
-from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_file import TraceFile
-from layerpush.transport.connections import Connections
-from layerpush.transport.idle_connections import IdleConnections
 from layerpush.transport.peers import Address, Handshake, Peers
-from layerpush.transport.writes import Writes
 
 LAYERS, TOKENS, BLOCK_TOKENS = 32, 1024, 16
-PEER_TIMEOUT_S = 20.0
 SAMPLE_S = 1.0
 TURNS = 1000
 P = Address("P", "127.0.0.1", 5600, 1)
@@ -66,6 +48,7 @@ class Quiet:
         self.queued: deque[tuple[str, Any]] = deque()
         self.peers = Peers()
         self.peers["P"].handshake = Handshake(Future(), P)
+        self.transport = self
 
     def __getattr__(self, name: str) -> Any:
         answers = {"agents_of": {"p-0": (0, 0)}, "engines": ["P"], "knows": True}
@@ -92,39 +75,20 @@ class TimedWaker(Waker):
             self.since = time.thread_time()
 
 
-class Rank:
-    """A writer thread without an engine. The main thread queues work for it."""
+class WaitingRank(Rank):
+    """A rank without an engine. The main thread queues work for its writer. P's engine is always in use."""
 
     def __init__(self) -> None:
         quiet: Any = Quiet()
-        errors, recorder, self.queued = PeerErrors(logging.getLogger("bench")), Recorder(), quiet.queued
+        self.queued, lag = quiet.queued, LoopLag()
+        self.timer = TimedWaker(lag.woken)
         layers = [LayerSlots(f"layers.{layer}", 0, (layer,)) for layer in range(LAYERS)]
         layout = CacheLayout(tuple(layers), tuple(Region(layer << 30, 1 << 16, 4096) for layer in range(LAYERS)))
-        lag = LoopLag()
-        self.waker = TimedWaker(lag.woken)
-        self.steps = StepEvents(layout.index_of, self.waker.wake, None, wake_lazily=self.waker.wake_lazily)
-        trace, meter = TraceFile(None, "P", 0), PushMeter(recorder)
-        connections = Connections(quiet, quiet, None, quiet.search)
-        links, writes = Links(quiet, connections), Writes(quiet, layout, timeout_s=60.0)
-        self.pushes = Pushes(Identity("P", 0), layout, PushMode.LAYER, writes, self.steps, links, quiet, trace, meter)
-        steps = self.steps
-        claims = Claims(self.pushes, connections, quiet, errors, str, lambda: steps.steps, 60.0)
-        self.pushes.registry = claims
-        peers = PrefillPeers(quiet, connections, PeerWatch(PEER_TIMEOUT_S), quiet.probe, recorder)
-        outcomes = Outcomes(quiet, 0, quiet.any, trace, recorder)
-        self.loads = Loads(quiet, PEER_TIMEOUT_S, peers, outcomes, errors)
-        idle = IdleConnections("D", connections, quiet.probe, lambda: {"P"}, float)
-        inbox = Inbox(quiet, claims, self.loads, idle, quiet.any, errors, quiet.any)
-        self.writer = WriterThread(
-            quiet,
-            self.waker,
-            lag,
-            inbox,
-            self.pushes,
-            self.loads,
-            (connections, claims, self.loads, idle),
-            UnreportedAborts(),
-        )
+        super().__init__(quiet, layout, PushMode.LAYER, self.timer, lag, TraceFile(None, "P", 0))
+
+    @property
+    def engines_in_use(self) -> set[str]:
+        return {"P"}
 
     def waits(self, side: str, requests: int) -> None:
         """So many requests begin to wait."""
@@ -149,23 +113,23 @@ def sample(side: str, requests: int) -> tuple[float, float]:
     """While so many requests wait: the share of Python's lock that a fresh writer takes, and the processor seconds of
     a turn that visits every part and finds nothing.
     """
-    rank = Rank()
+    rank = WaitingRank()
     thread = threading.Thread(target=rank.writer.run, daemon=True)
     thread.start()
     rank.waits(side, requests)
     time.sleep(0.2)
     waiting = len(rank.loads) if side == "D" else len(rank.pushes.waiting())
     assert waiting == requests, f"{waiting} of {requests} requests wait on {side}"
-    began, used = time.perf_counter(), rank.waker.awake_s
+    began, used = time.perf_counter(), rank.timer.awake_s
     time.sleep(SAMPLE_S)
-    share = (rank.waker.awake_s - used) / (time.perf_counter() - began)
+    share = (rank.timer.awake_s - used) / (time.perf_counter() - began)
     rank.writer._stop.set()
     rank.waker.set()
     thread.join()
     used = time.thread_time()
     for _ in range(TURNS):
         rank.writer._due = 0.0
-        rank.writer._turn(woken=False)
+        rank.writer.turn(woken=False)
     return share, (time.thread_time() - used) / TURNS
 
 

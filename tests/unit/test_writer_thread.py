@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench.waiting import PEER_TIMEOUT_S, Rank
+from bench.waiting import WaitingRank as Rank
+from layerpush.core.config import LayerPushConfig
 from layerpush.core.wire import Ping, encode
 from layerpush.decode.load_session import LoadSession
 from layerpush.engine.worker.writer_thread import IDLE_POLL_S, NOTIFICATION_POLL_S
@@ -58,9 +59,9 @@ class Touched:
 def waiting(side: str) -> Rank:
     rank = Rank()
     rank.waits(side, WAITING)
-    rank.writer._turn(True)
+    rank.writer.turn(True)
     assert len(rank.loads) + len(rank.pushes) == WAITING
-    assert rank.writer._notifications_s == NOTIFICATION_POLL_S
+    assert rank.writer.notifications_s == NOTIFICATION_POLL_S
     return rank
 
 
@@ -70,7 +71,7 @@ def test_a_poll_that_finds_nothing_touches_nothing(side: str, monkeypatch: pytes
     rank.writer._due = time.perf_counter() + 60.0
     touched = Touched(rank, monkeypatch)
     for _ in range(20):
-        rank.writer._turn(False)
+        rank.writer.turn(False)
     assert (touched.calls, touched.sessions) == ([], [])
 
 
@@ -84,7 +85,7 @@ def test_a_full_turn_looks_at_no_request_that_only_waits(
     touched = Touched(rank, monkeypatch)
     message = [("p-9", encode(Ping("E", 1)))] if reason == "a message" else []
     monkeypatch.setattr(rank.writer._inbox, "_notifications", lambda: message)
-    rank.writer._turn(reason == "woken")
+    rank.writer.turn(reason == "woken")
     assert "Pushes.turn" in touched.calls
     assert {call.split(".")[0] for call in touched.calls if call.endswith("tick")} == {
         "Connections",
@@ -100,11 +101,12 @@ def test_the_next_turn_is_due_when_the_first_part_is() -> None:
     now = time.perf_counter()
     load = next(iter(rank.loads._open))
     assert rank.writer._due <= now + IDLE_POLL_S
-    assert rank.loads.next_due(now) == pytest.approx(now + PEER_TIMEOUT_S / 4, abs=1.0), "the first ping"
+    beat_s = LayerPushConfig().peer_timeout_s / 4
+    assert rank.loads.next_due(now) == pytest.approx(now + beat_s, abs=1.0), "the first ping"
     rank.loads._deadlines.set(load, now + 20e-3)
     assert rank.writer._next_due(now) == now + 20e-3
     rank.loads._deadlines.set(load, None)
-    assert rank.writer._next_due(now) == now + IDLE_POLL_S
+    assert rank.writer._next_due(now) > now + IDLE_POLL_S
 
 
 def test_a_turn_that_fails_does_not_come_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

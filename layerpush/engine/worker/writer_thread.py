@@ -35,12 +35,12 @@ A failed call is logged and ends its push, if it has one. A failed turn ends eve
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from layerpush.compat.push_worker import VllmPushWorker
 from layerpush.decode.loads import Loads
 from layerpush.engine.unreported_aborts import UnreportedAborts
 from layerpush.engine.worker.inbox import Inbox
@@ -48,6 +48,9 @@ from layerpush.engine.worker.thread_name import WRITER, name_this_thread
 from layerpush.engine.worker.wake import Waker
 from layerpush.prefill.pushes import Pushes
 from layerpush.telemetry.metrics.loop_lag import LoopLag
+
+if TYPE_CHECKING:
+    from layerpush.compat.push_worker import VllmPushWorker
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -91,9 +94,11 @@ class WriterThread:
         self._unreported_aborts = unreported_aborts
         self._timed = timed
         self._stop = threading.Event()
+        self.due = math.inf
+        """When a part has something to do, if nothing wakes the writer before; infinite: never."""
         self._due = 0.0
         """When the next full turn is due."""
-        self._notifications_s = NOTIFICATION_POLL_S
+        self.notifications_s = NOTIFICATION_POLL_S
         """Seconds between two questions to NIXL for notifications."""
 
     def run(self) -> None:
@@ -104,13 +109,13 @@ class WriterThread:
             woken = self._waker.clear()
             self._lag.turn_began(time.perf_counter())
             try:
-                self._turn(woken)
+                self.turn(woken)
             except Exception as error:  # the engine must outlive any defect here: every push fails, none completes
                 logger.exception("layerpush: the writer's turn failed")
                 self._pushes.fail_all(f"{type(error).__name__}: {error}")
                 self._due = time.perf_counter() + NOTIFICATION_POLL_S
             now = time.perf_counter()
-            timeout = max(0.0, min(self._due - now, self._notifications_s))
+            timeout = max(0.0, min(self._due - now, self.notifications_s))
             self._lag.turn_ended(now, timeout)
             self._waker.wait(timeout, polls_layers=self._pushes.polls_layers)
 
@@ -129,7 +134,8 @@ class WriterThread:
             logger.warning("layerpush shuts down with %d WRITEs still on the wire", left)
         return True
 
-    def _turn(self, woken: bool) -> None:
+    def turn(self, woken: bool) -> None:
+        """Do all that is due. Without a reason - ``woken``, a notification, the time - it touches nothing."""
         aborts = self._unreported_aborts.count
         if woken:
             self._take_queued()
@@ -143,8 +149,10 @@ class WriterThread:
         if not self._pushes.is_draining:
             self._unreported_aborts.aborts_drained(aborts)
         awaited = self._loads.is_waiting or self._pushes.awaits_message
-        self._notifications_s = NOTIFICATION_POLL_S if awaited else IDLE_POLL_S
-        self._due = self._next_due(time.perf_counter())
+        self.notifications_s = NOTIFICATION_POLL_S if awaited else IDLE_POLL_S
+        now = time.perf_counter()
+        self.due = self._next_due(now)
+        self._due = min(now + IDLE_POLL_S, self.due)
 
     def _take_queued(self) -> None:
         for what, task in self._worker.tasks():
@@ -155,11 +163,10 @@ class WriterThread:
             self._pushes.push_deferred(request_id, blocks, data)
 
     def _next_due(self, now: float) -> float:
-        """When the next full turn is due, if nothing wakes the writer before."""
         if self._inbox.is_behind:
             return now
         times = (self._pushes.next_due(now), *(part.next_due(now) for part in self._timed))
-        return min(now + IDLE_POLL_S, *(at for at in times if at is not None))
+        return min((at for at in times if at is not None), default=math.inf)
 
 
 def _call(what: str, call: Callable[[], None]) -> None:

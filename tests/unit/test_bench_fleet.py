@@ -1,0 +1,196 @@
+"""The simulated fleet: its rules hold, it runs the product's code and not a copy, and its parts are what they say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from statistics import quantiles
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.fleet import engines
+from bench.fleet.arrivals import SHARES, TRACES, arrivals, value
+from bench.fleet.clock import Clock
+from bench.fleet.fabric import BrokenRuleError, Fabric, Flow, Link
+from bench.fleet.fleet import Fleet, Plan
+from bench.fleet.presets import MODELS, Model
+from layerpush.core.liveness import PeerWatch
+from layerpush.core.push_mode import PushMode
+from layerpush.decode import load_protocol
+from layerpush.decode.load_session import LoadSession
+from layerpush.prefill import step_schedule
+from layerpush.prefill.claims import Claims
+from layerpush.prefill.push_session import PushSession
+
+SMALL = Model("a small model with much KV", 8, 16384, 40e-6, 1.3e-9, 20e-3, 150_000)
+QUIET = Plan(model="small", prefill=2, decode=2, seconds=8.0, warm_up=0.0, load=0.6)
+STORMY = replace(QUIET, prefill=4, seconds=10.0, load=0.8, deaths=6, down_s=0.5, oversubscription=4.0, seed=2)
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def _small_model(monkeypatch: Patch) -> None:
+    monkeypatch.setitem(MODELS, "small", SMALL)
+
+
+def figures(plan: Plan) -> dict[str, Any]:
+    return Fleet(plan).run()
+
+
+sound = cache(figures)
+
+
+@pytest.mark.parametrize("mode", [PushMode.AUTO, PushMode.WHOLE])
+def test_all_requests_of_a_fleet_in_which_engines_die_end(mode: PushMode) -> None:
+    found = sound(replace(STORMY, mode=mode))
+    assert found["requests"] > 20
+    assert found["pushes"]["completed"] > 20
+    assert found["pushes"]["failed"], "no death has met a push"
+    assert found["costs"][0]["handshakes"] > 8
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    assert figures(STORMY) == sound(STORMY)
+    assert figures(replace(QUIET, seed=1)) != sound(QUIET)
+
+
+# The simulation has no copy of a rule of the product: without the rule, it gives other figures.
+
+
+def no_layer_waits(patch: Patch) -> None:
+    patch.setattr(step_schedule, "layers_to_wait", lambda *_: 0)
+
+
+def pings_are_twice_as_frequent(patch: Patch) -> None:
+    await_agents = PeerWatch.await_agents
+
+    def mutated(self: PeerWatch, *args: Any) -> None:
+        self._beat_s = self._timeout_s / 8
+        await_agents(self, *args)
+
+    patch.setattr(PeerWatch, "await_agents", mutated)
+
+
+def an_unknown_registration_is_refused_sooner(patch: Patch) -> None:
+    time_out = Claims._time_out
+
+    def mutated(self: Claims, now: float) -> None:
+        self._unknown_timeout_s = 10.0
+        time_out(self, now)
+
+    patch.setattr(Claims, "_time_out", mutated)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "plan"),
+    [
+        (no_layer_waits, QUIET),
+        (pings_are_twice_as_frequent, STORMY),
+        (an_unknown_registration_is_refused_sooner, STORMY),
+    ],
+)
+def test_a_mutant_of_the_product_changes_the_figures(
+    mutant: Callable[[Patch], None], plan: Plan, monkeypatch: Patch
+) -> None:
+    before = sound(plan)
+    mutant(monkeypatch)
+    assert figures(plan) != before
+
+
+# The rules: without a guard of the product, one of them is broken.
+
+
+def a_completion_does_not_wait_for_writes(patch: Patch) -> None:
+    settle = PushSession._settle
+
+    def mutated(self: PushSession, actions: Any) -> Any:
+        held, self.in_flight = self.in_flight, {}
+        try:
+            return settle(self, actions)
+        finally:
+            self.in_flight = held
+
+    patch.setattr(PushSession, "_settle", mutated)
+    patch.setattr("layerpush.prefill.coverage.Coverage.full", True)
+
+
+def no_process_is_found_dead(patch: Patch) -> None:
+    patch.setattr(PeerWatch, "_ended", lambda *_: None)
+
+
+def an_overdue_load_gives_its_blocks_back_at_once(patch: Patch) -> None:
+    handle = LoadSession.handle
+
+    def mutated(self: LoadSession, event: Any, now: float) -> Any:
+        if isinstance(event, load_protocol.TimedOut):
+            self.state = load_protocol.State.CLOSED
+            return [load_protocol.ReportFailed(event.reason)]
+        return handle(self, event, now)
+
+    patch.setattr(LoadSession, "handle", mutated)
+    patch.setattr(engines, "PATIENCE_S", 0.3)
+
+
+def a_load_reports_its_end_twice(patch: Patch) -> None:
+    handle = LoadSession.handle
+
+    def mutated(self: LoadSession, event: Any, now: float) -> Any:
+        actions = handle(self, event, now)
+        return actions * 2 if any(type(action).__name__ == "ReportLoaded" for action in actions) else actions
+
+    patch.setattr(LoadSession, "handle", mutated)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "plan", "rule"),
+    [
+        (a_load_reports_its_end_twice, QUIET, 1),
+        (a_completion_does_not_wait_for_writes, QUIET, 2),
+        (an_overdue_load_gives_its_blocks_back_at_once, QUIET, 3),
+        (no_process_is_found_dead, STORMY, 4),
+    ],
+)
+def test_a_broken_guard_of_the_product_breaks_a_rule(
+    mutant: Callable[[Patch], None], plan: Plan, rule: int, monkeypatch: Patch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(BrokenRuleError, match=rf"rule {rule}\b"):
+        figures(plan)
+
+
+# Its own parts.
+
+
+def test_flows_share_links_by_max_min_fairness() -> None:
+    """Three flows over two links: the narrow link's flows get half of it each, and the third one the rest."""
+    fabric, wide, narrow = Fabric(Clock(), 0.0, 1), Link(10.0), Link(4.0)
+    flows = {"wide": (wide,), "both": (wide, narrow), "narrow": (narrow,)}
+    nothing: Any = SimpleNamespace()
+    made, none = dict[str, Flow](), np.zeros(0, np.int32)
+    for name, path in flows.items():
+        made[name] = Flow(nothing, nothing, none, none, none, path, 100.0)
+        for link in path:
+            link.flows[made[name]] = None
+    fabric._share([wide])
+    assert {name: flow.rate for name, flow in made.items()} == {"wide": 8.0, "both": 2.0, "narrow": 2.0}
+    fabric._stop([made["narrow"]])
+    assert {name: flow.rate for name, flow in made.items() if name != "narrow"} == {"wide": 6.0, "both": 4.0}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_arrivals_have_the_lengths_of_the_trace(name: str) -> None:
+    trace = TRACES[name]
+    turns = list(arrivals(trace, 5.0, 0.0, 4000.0, random.Random(1)))
+    assert turns == sorted(turns, key=lambda turn: turn.at)
+    assert len(turns) / 4000.0 == pytest.approx(5.0, rel=0.15)
+    firsts = [turn.tokens for turn in turns if not turn.prefix]
+    for share, wanted in zip(SHARES[2:7], trace.prompt[2:7], strict=True):
+        assert quantiles(firsts, n=100)[round(share * 100) - 1] == pytest.approx(wanted, rel=0.1)
+    assert value(trace.answer, 0.0) == trace.answer[0]
+    assert value(trace.answer, 1.0) == pytest.approx(trace.answer[-1])
+    assert all(turn.prefix <= turn.tokens for turn in turns)
