@@ -1,17 +1,18 @@
-"""Where a copy runs: torch's operators on the CPU, the kernel in Triton's interpreter, or the kernel on a GPU."""
+"""Where a kernel runs: in Triton's interpreter or on a GPU. A copy also runs in torch's operators on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-from layerpush_kernels import packing
+from layerpush_kernels import checksums, packing
 
 PLACES = ["host", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)]
 KERNEL_PLACES = PLACES[1:]
@@ -20,10 +21,12 @@ KERNEL_PLACES = PLACES[1:]
 @contextmanager
 def running_at(place: str) -> Iterator[torch.device]:
     """The device for tensors. The interpreter gets the same kernel source, whether or not TRITON_INTERPRET is set."""
-    source = packing.copy_blocks.fn
     if place == "cuda":
         yield torch.device("cuda", torch.cuda.current_device())
         return
-    kernel = InterpretedFunction(source) if place == "interpreter" else triton.JITFunction(source)
-    with mock.patch.object(packing, "copy_blocks", kernel):
+    make = InterpretedFunction if place == "interpreter" else triton.JITFunction
+    kernels = ((packing, "copy_blocks"), (checksums, "sum_parts"), (tl, "sum"))
+    with ExitStack() as stack:
+        for module, name in kernels:
+            stack.enter_context(mock.patch.object(module, name, make(getattr(module, name).fn)))
         yield torch.device("cpu")

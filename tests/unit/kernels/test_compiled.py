@@ -1,4 +1,4 @@
-"""The kernel, compiled without a GPU: 16 bytes per access wherever alignment allows."""
+"""The kernels, compiled without a GPU: 16 bytes per access wherever alignment allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from layerpush_kernels import packing
+from layerpush_kernels import checksums, packing
 
 CAPABILITIES = {"A100": 80, "H100": 90, "B200": 100}
 QUICK = {"A100": [[True, True]], "H100": [[True, False], [False, True]], "B200": [[False, False]]}
@@ -38,9 +38,12 @@ def compiled(*, table: bool, ids: str = "i64", gpu: str = "H100", **constants: o
     signature = {each.name: "constexpr" if each.is_constexpr else each.annotation_type for each in kernel.params}
     signature |= {"ids": f"*{ids}", "pointers": "*i64" if table else "constexpr"}
     constants |= {"TILE": TILE} | ({} if table else {"pointers": None})
-    source = ASTSource(kernel, signature, constexprs=constants)
-    target = GPUTarget("cuda", CAPABILITIES[gpu], 32)
-    return triton.compile(source, target=target, options={"num_warps": TILE // packing.UNITS_PER_WARP})
+    return assembled(kernel, signature, constants, gpu, TILE // packing.UNITS_PER_WARP)
+
+
+def assembled(kernel: Any, signature: Any, constants: dict[str, Any], gpu: str, warps: int) -> CompiledKernel:
+    source, target = ASTSource(kernel, signature, constexprs=constants), GPUTarget("cuda", CAPABILITIES[gpu], 32)
+    return triton.compile(source, target=target, options={"num_warps": warps})
 
 
 def accesses(kernel: CompiledKernel, instruction: str) -> list[int]:
@@ -91,3 +94,16 @@ def test_all_loads_of_a_tile_are_in_flight_together(gather: bool, split: bool, g
     wide = [each[:3] for each in found if "128" in each]
     assert wide == ["LDG"] * ACCESSES + ["STG"] * ACCESSES
     assert not [each for each in found if each.startswith(("LDL", "STL"))]
+
+
+@pytest.mark.parametrize(("gpu", "unit"), rows(list(CAPABILITIES), [16, 4, 1], quick=lambda _, unit: unit == 16))
+def test_a_checksum_loads_one_unit_at_a_time(unit: int, gpu: str) -> None:
+    """And keeps its sums in registers until the end of a part."""
+    kernel = checksums.sum_parts
+    signature = {each.name: "constexpr" if each.is_constexpr else each.annotation_type for each in kernel.params}
+    signature |= {"parts": "*i32", "out": "*i64"}
+    made = assembled(kernel, signature, {"UNIT": unit, "TILE": checksums.TILE}, gpu, checksums.WARPS)
+    assert f"sm_{CAPABILITIES[gpu]}" in made.asm["ptx"]
+    block_first_and_tokens = [4, 4, 4]
+    assert sorted(accesses(made, "ld")) == sorted([unit] * ACCESSES + block_first_and_tokens)
+    assert not re.findall(r"\b(?:LDL|STL)\b", made.asm["sass"])

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layerpush_kernels import FULL_DEVICE_PROGRAMS, gather_blocks, layer_table, packing, scatter_blocks
+from layerpush_kernels import FULL_DEVICE_PROGRAMS, checksums, gather_blocks, layer_table, packing, scatter_blocks
 from layerpush_kernels.layers import single_layer
 from tests.unit.kernels.places import running_at
 
@@ -151,13 +151,17 @@ def test_the_kernel_skips_ids_outside_the_cache() -> None:
         assert torch.equal(memory, was)
 
 
-def test_no_argument_makes_the_kernel_compile_again() -> None:
-    kernel = packing.copy_blocks
+@pytest.mark.parametrize(
+    ("kernel", "tensors"),
+    [(packing.copy_blocks, ["pointers", "ids"]), (checksums.sum_parts, ["parts", "out"])],
+    ids=["copy", "checksums"],
+)
+def test_no_argument_makes_a_kernel_compile_again(kernel: Any, tensors: list[str]) -> None:
     if not isinstance(kernel, triton.JITFunction):
         pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
     run_time = [parameter for parameter in kernel.params if not parameter.is_constexpr]
     assert [each.name for each in run_time if not each.do_not_specialize] == []
-    assert [each.name for each in run_time if not each.annotation_type] == ["pointers", "ids"]
+    assert [each.name for each in run_time if not each.annotation_type] == tensors
 
 
 @pytest.mark.gpu
