@@ -56,7 +56,7 @@ class Rank:
         connections = Connections(worker, worker.transport, None, worker.search, clock)
         links, writes = Links(worker, connections), Writes(worker.transport, layout, timeout_s=config.write_timeout_s)
         identity, meter = Identity(self.engine_id, 0), PushMeter(recorder)
-        self.pushes = Pushes(identity, layout, mode, writes, self.steps, links, worker, trace, meter)
+        self.pushes = Pushes(identity, mode, writes, self.steps, links, trace, meter)
         unknown_s, steps = float(config.unknown_request_timeout_s), self.steps
         self.claims = Claims(self.pushes, connections, worker.probe, errors, base_id, lambda: steps.steps, unknown_s)
         self.pushes.registry = self.claims

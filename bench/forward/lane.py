@@ -72,11 +72,9 @@ class Lane:
         played: Any = self.pair
         self.pushes = self.pair.pushes = Pushes(
             Identity("P", 0),
-            layout,
             mode,
             Writes(transport, layout, reach.strategy if self.streams else None),
             self.step_events,
-            played,
             played,
             TraceFile(None, "P", 0),
             self.meter,

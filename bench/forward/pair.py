@@ -30,7 +30,7 @@ class Pair:
     pushes: Pushes
 
     def __init__(self, reach: Reach, transport: Transport) -> None:
-        self.transfer_stats = self
+        self.worker = self.transfer_stats = self
         self._reach = reach
         self._transport = transport
         self._writes = Writes(transport, reach.cache.layout)

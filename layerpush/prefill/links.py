@@ -44,12 +44,12 @@ class Links:
     """Knows where this rank writes on each connected decode engine."""
 
     def __init__(self, worker: VllmPushWorker, connections: Connections) -> None:
-        self._worker = worker
+        self.worker = worker
         self._connections = connections
 
     def is_connected(self, registration: Registration) -> bool:
         """Whether an engine with the name of the registration's sender is connected."""
-        return bool(self._worker.agents_of(registration.decode_engine_id))
+        return bool(self.worker.agents_of(registration.decode_engine_id))
 
     def connect(self, registration: Registration, then: Then) -> None:
         """Connect to the registration's sender unless it is connected, then call ``then``. That may be before the
@@ -59,27 +59,27 @@ class Links:
 
     def refusal(self, registration: Registration) -> str | None:
         """The reason why nothing may be written to the connected engine for a registration; None if something may."""
-        if self._worker.acknowledges and registration.layerpush and not registration.acknowledges:
+        if self.worker.acknowledges and registration.layerpush and not registration.acknowledges:
             return OLD_RELEASE
-        return self._worker.mismatch(registration.decode_engine_id)
+        return self.worker.mismatch(registration.decode_engine_id)
 
     def to(self, registration: Registration) -> Link:
         """The link to the connected engine. Call it after ``refusal``."""
         engine_id = registration.decode_engine_id
-        self._worker.touch_engine(engine_id)
-        if self._worker.acknowledges and not registration.acknowledges:
+        self.worker.touch_engine(engine_id)
+        if self.worker.acknowledges and not registration.acknowledges:
             return Link(engine_id, (), (), refusal=NO_ANSWER)
         peer = self._connections.peers[engine_id]
         link = peer.link
         if link is None:
-            link = peer.link = replace(self._worker.discover_link(engine_id), speed=peer.speed)
+            link = peer.link = replace(self.worker.discover_link(engine_id), speed=peer.speed)
             if link.refusal is not None:
                 logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, link.refusal)
         return link
 
     def has_equal_block_size(self, registration: Registration) -> bool:
         """Whether the connected engine's blocks have as many tokens as ours: vLLM can push whole requests to it."""
-        return self._worker.has_equal_block_size(registration.decode_engine_id)
+        return self.worker.has_equal_block_size(registration.decode_engine_id)
 
     def push_whole(self, request_id: str, blocks: Sequence[Sequence[int]], registration: Registration) -> None:
         """Have vLLM push a request whole to the connected engine; its WRITEs come back through ``Pushes.adopt``.
@@ -87,10 +87,10 @@ class Links:
         Raises ``MismatchError`` if the registration names blocks that one side does not have, or vLLM's error.
         """
         engine_id, targets = registration.decode_engine_id, registration.local_block_ids
-        self._worker.check_targets(engine_id, targets)
-        if self._worker.counts_blocks_like(engine_id):
+        self.worker.check_targets(engine_id, targets)
+        if self.worker.counts_blocks_like(engine_id):
             check_blocks([len(group) for group in blocks], targets)
-        self._worker.push_whole(request_id, blocks, msgspec.to_builtins(registration))
+        self.worker.push_whole(request_id, blocks, msgspec.to_builtins(registration))
 
     def complete(self, link: Link, registration: Registration, sample: Sample | None = None) -> None:
         """Send this rank's completion to each rank of the decode engine, with the checksums of ``sample``.
@@ -98,15 +98,15 @@ class Links:
         Raises ``TransportError``.
         """
         for route in link.routes:
-            completion = encode_completion(registration.request_id, self._worker.world_size)
+            completion = encode_completion(registration.request_id, self.worker.world_size)
             sums = () if sample is None else sample.sums(route.remote_rank)
             if sample is not None and sums:
-                ours = Completed(registration.request_id, self._worker.world_size, sample.tokens, sums)
+                ours = Completed(registration.request_id, self.worker.world_size, sample.tokens, sums)
                 try:
                     completion = encode(ours)
                 except WireError as error:  # the layers have long names
                     logger.warning("the checksums of %s are left out: %s", registration.request_id, error)
-            self._worker.transport.notify(route.agent, completion)
+            self.worker.transport.notify(route.agent, completion)
 
     def report_prefix(self, link: Link, registration: Registration, tokens: int) -> None:
         """Tell each rank of the decode engine that the prompt's first ``tokens`` tokens have landed. It need not hear
@@ -115,7 +115,7 @@ class Links:
         message = encode(PrefixLanded(registration.request_id, registration.number, tokens))
         for route in link.routes:
             with contextlib.suppress(TransportError):
-                self._worker.transport.notify(route.agent, message)
+                self.worker.transport.notify(route.agent, message)
 
     def lost(self, engine_id: str) -> None:
         """The connection to a decode engine turns out to be gone."""

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from layerpush.core.push_mode import LATE_REGISTRATION, PushMode
 from layerpush.core.step_plan import ChunkPlan, whole_prompt
@@ -70,9 +70,6 @@ from layerpush.transport.base import PeerLostError, TransportError, WriteState
 from layerpush.transport.link import Link
 from layerpush.transport.transfer import Transfer
 from layerpush.transport.writes import Writes
-
-if TYPE_CHECKING:
-    from layerpush.compat.push_worker import VllmPushWorker
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -122,7 +119,6 @@ class PushServices:
     """
 
     links: Links
-    worker: VllmPushWorker
     writes: Writes
     sampler: Sampler | None
     meter: PushMeter
@@ -459,7 +455,7 @@ class Push:
 
     def _release(self, _: Release) -> None:
         self._account()
-        self._services.worker.report_sent(self.request_id)
+        self._services.links.worker.report_sent(self.request_id)
 
     ACTIONS: ClassVar[dict[type[Action], Callable[..., None]]] = {
         Connect: _connect,
@@ -521,7 +517,7 @@ class Push:
             decode_id = self.record.decode_request_id
             logger.error("whole push of %s to %s failed: %s", self.request_id, decode_id, why)
         try:
-            self._services.worker.whole_write_ended(self.request_id, transfer, landed)
+            self._services.links.worker.whole_write_ended(self.request_id, transfer, landed)
         except Exception as error:  # noqa: BLE001  vLLM's accounts may fail; the session must know of the end
             self._note_loss(WHOLE.id, f"{type(error).__name__}: {error}", peer_lost=False)
 
@@ -584,9 +580,9 @@ class Push:
         if (record.mode == PushMode.WHOLE and not self.written.bytes) or record.decode_request_id is None:
             return  # vLLM counts its own WRITEs, and requests that no D has wanted
         if record.outcome == "completed" and self.written.bytes:
-            self._services.worker.transfer_stats.pushed(self.written, self.transfer_s)
+            self._services.links.worker.transfer_stats.pushed(self.written, self.transfer_s)
         elif record.outcome == "failed":
-            self._services.worker.transfer_stats.failed()
+            self._services.links.worker.transfer_stats.failed()
 
 
 @dataclass(slots=True)

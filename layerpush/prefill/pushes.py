@@ -24,9 +24,8 @@ import logging
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from layerpush.core.layout import CacheLayout
 from layerpush.core.push_mode import MAX_IN_FLIGHT, SHORT_PROMPT, PushMode
 from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
@@ -62,9 +61,6 @@ from layerpush.telemetry.trace_records import PushRecord
 from layerpush.transport.transfer import Transfer
 from layerpush.transport.writes import Writes
 
-if TYPE_CHECKING:
-    from layerpush.compat.push_worker import VllmPushWorker
-
 logger = logging.getLogger(f"vllm.{__name__}")
 
 WRITE_POLL_S = 300e-6
@@ -82,18 +78,16 @@ class Pushes:
     def __init__(
         self,
         identity: Identity,
-        layout: CacheLayout,
         mode: PushMode,
         writes: Writes,
         step_events: StepEvents,
         links: Links,
-        worker: VllmPushWorker,
         trace: TraceFile,
         meter: PushMeter,
         sampler: Sampler | None = None,
     ) -> None:
         self._identity = identity
-        self._layout = layout
+        self._layout = layout = writes.layout
         self._mode = mode
         self._step_events = step_events
         self._trace = trace
@@ -105,7 +99,6 @@ class Pushes:
         self._pushes = PushTable()
         self._services = PushServices(
             links,
-            worker,
             writes,
             sampler,
             meter,
@@ -381,7 +374,7 @@ class Pushes:
         """vLLM's whole push had to wait for a handshake, which is over."""
         push = self._pushes.get(request_id)
         if push is not None:
-            push.begin_whole(partial(self._services.worker.push_whole, request_id, blocks, registration))
+            push.begin_whole(partial(self._services.links.worker.push_whole, request_id, blocks, registration))
 
     def adopt(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_request_id: str) -> None:
         """Watch one of vLLM's whole WRITEs."""

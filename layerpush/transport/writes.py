@@ -51,6 +51,7 @@ class Writes:
         timeout_s: float = math.inf,
     ) -> None:
         self.timeout_s = timeout_s
+        self.layout = layout
         self._transport = transport
         self._strategy = strategy
         self._planner = DirectPlanner(layout)

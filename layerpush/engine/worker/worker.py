@@ -163,12 +163,10 @@ class LayerwisePushWorker(VllmPushWorker):
         self.links = Links(self, self._connections)
         self.pushes = Pushes(
             self._identity(fallback),
-            layout,
             config.mode,
             Writes(self.transport, layout, gathering.strategy, config.write_timeout_s),
             self.step_events,
             self.links,
-            self,
             self._trace,
             PushMeter(self.metrics.recorder, engine_fallback=fallback),
             None if parts is None else Sampler(parts, [layer.name for layer in layout.layers], config.verify),

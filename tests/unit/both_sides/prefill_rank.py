@@ -102,12 +102,10 @@ class PrefillRank(Process):
         draw = random.Random(rank)
         self.writer = Pushes(
             identity or Identity(engine.engine_id, rank),
-            layout,
             world.mode,
             writes,
             self.capture,
             self.links,
-            worker,
             trace or TraceFile(None, engine.engine_id, rank),
             meter or _Plans(world),
             Sampler(self._parts(), [layer.name for layer in layout.layers], world.verify, draw),
@@ -328,10 +326,10 @@ class _TransferStats:
 class _Links(Links):
     """Notes completions, for the world."""
 
-    _worker: PrefillRank  # type: ignore[assignment]
+    worker: PrefillRank  # type: ignore[assignment]
 
     def complete(self, link: Link, registration: Registration, sample: Sample | None = None) -> None:
-        self._worker.world.note_completion(self._worker, registration)
+        self.worker.world.note_completion(self.worker, registration)
         super().complete(link, registration, sample)
 
 
