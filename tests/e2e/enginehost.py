@@ -124,8 +124,8 @@ class EngineHost(Logged):
         self.ended, self._paused = True, False
 
     def pause(self) -> None:
-        """Send SIGSTOP: no thread of the process runs until `resume`. Nothing happens to a broken host."""
-        if not self.broken:
+        """Send SIGSTOP: no thread of the process runs until `resume`. Not if the host is broken or has ended."""
+        if not self.broken and not self.ended:
             self._signal(signal.SIGSTOP)
             self._paused = True
 

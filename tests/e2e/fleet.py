@@ -30,8 +30,11 @@ class Fleet:
         self._guests: list[EngineHost] = []
 
     def get(self, *specs: EngineSpec) -> list[EngineHost]:
-        """Ready hosts for the specs, in their order. Missing ones start at the same time. All run until `rest`."""
-        self._stop_hosts([spec for spec in specs if spec in self._hosts and self._hosts[spec].broken])
+        """Ready hosts for the specs, in their order. Missing ones start at the same time. All run until `rest`.
+
+        A host that a test has ended is replaced.
+        """
+        self._stop_hosts([spec for spec, host in self._hosts.items() if spec in specs and (host.broken or host.ended)])
         missing = [spec for spec in specs if spec not in self._hosts]
         self._make_room(len(missing), keep=set(specs))
         for spec in missing:
@@ -62,9 +65,14 @@ class Fleet:
     def respawn(self, host: EngineHost, *, same_id: bool) -> EngineHost:
         """A new process in the place of an ended host: the same port, the same engine id or a new one."""
         assert host.ended
+        is_guest = host in self._guests
         self.discard(host)
         successor = self._start(host.spec, host.port, host.engine_id if same_id else None)
-        self._guests.append(successor)
+        if is_guest:
+            self._guests.append(successor)
+        else:
+            self._hosts[host.spec] = successor
+            self._in_use.append(successor)
         successor.wait_ready()
         return successor
 
@@ -84,7 +92,7 @@ class Fleet:
         self._stop_hosts([spec for spec in specs if spec in self._hosts])
 
     def discard_guests(self) -> None:
-        """End all hosts of `spawn` and `respawn`."""
+        """End all hosts of `spawn`, and their successors."""
         for host in self._guests:
             host.begin_stop()
         while self._guests:

@@ -24,7 +24,7 @@ def log() -> LogView:
 
 @pytest.fixture(autouse=True)
 def _survivors_are_clean(fleet: Fleet, log: LogView) -> Iterator[None]:
-    """Engines of `fleet.spawn` live for one test only. Those of `fleet.get` serve the next test, too."""
+    """Engines of `fleet.spawn` live for one test only. Survivors of `fleet.get` serve the next test, too."""
     yield
     try:
         for host in fleet.in_use():

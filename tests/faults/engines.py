@@ -54,6 +54,8 @@ D_KEEPS = dataclasses.replace(_decode("D-keeps", "recompute"), options=KEEPS)
 D_FAIL_KEEPS = dataclasses.replace(_decode("D-fail-keeps", "fail"), options=KEEPS)
 D_HASTY = _decode("D-hasty", "recompute", push_registration_timeout=REGISTRATION_TIMEOUT_S)
 DECODERS = (D, D_FAIL)
+P_VICTIM, D_VICTIM = (dataclasses.replace(spec, name=f"{spec.name}-victim") for spec in (P, D))
+"""Tests end these. One that has ended is replaced, and one that has survived serves the next test."""
 FULL_DECODERS = tuple(
     dataclasses.replace(_decode(f"{d.name}-full", policy), options=ROOM_FOR_ONE)
     for d, policy in ((D, "recompute"), (D_FAIL, "fail"))

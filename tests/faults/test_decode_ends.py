@@ -114,7 +114,7 @@ def test_client_disconnects_after_p_finished(fleet: Fleet, reference: Reference,
 def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, merged: bool, packing: engines.Packing) -> None:
     """P lives on, frees the blocks, and serves another D."""
     (p, other) = fleet.get(engines.with_packing(engines.P, packing), engines.D)
-    (d,) = fleet.spawn(engines.D)
+    (d,) = fleet.get(engines.D_VICTIM)
     warm_up(p, d)
     handoff = early(p, d, LENGTH, seed=328)
     if merged:
@@ -139,7 +139,7 @@ def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, merged: bool
 def test_d_killed_between_writes(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """No WRITE is on the wire when D dies. The next WRITE fails."""
     p, other = fleet.get(engines.P, engines.D)
-    (d,) = fleet.spawn(engines.D)
+    (d,) = fleet.get(engines.D_VICTIM)
     warm_up(p, d)
     p.hold()
     handoff = early(p, d, LENGTH, seed=330)
@@ -159,7 +159,7 @@ def test_d_killed_between_writes(fleet: Fleet, reference: Reference, log: LogVie
 def test_d_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: bool) -> None:
     """Another engine takes D's port. P cannot use its connection to the old D."""
     (p,) = fleet.get(engines.P)
-    (d,) = fleet.spawn(engines.D)
+    (d,) = fleet.get(engines.D_VICTIM)
     check_serves(p, d, reference, seed=332)
     successor = restart(fleet, d, same_id=same_id)
     check_serves(p, successor, reference, seed=333)
@@ -177,7 +177,7 @@ def test_d_restarted_mid_transfer(
 ) -> None:
     """WRITEs to the old D never reach the new D's memory, though its name and port may be the same."""
     (p,) = fleet.get(engines.with_packing(engines.P, packing))
-    (d,) = fleet.spawn(engines.D)
+    (d,) = fleet.get(engines.D_VICTIM)
     warm_up(p, d)
     spoil_writes(p, "early", "hold")
     lost = early(p, d, LENGTH, seed=335)

@@ -62,7 +62,7 @@ def check_push_ends(p: EngineHost, d: EngineHost, handoff: Handoff, reference: R
 
 @pytest.mark.parametrize("chunks", [HALF, engines.for_test_all(FEW), engines.for_test_all(MOST)])
 def test_p_killed_half_way(fleet: Fleet, reference: Reference, log: LogView, chunks: int) -> None:
-    (p,) = fleet.spawn(engines.P)
+    (p,) = fleet.get(engines.P_VICTIM)
     (d,) = fleet.get(engines.D_KEEPS)
     handoff = half_way(p, d, 600 + chunks, chunks)
     p.kill()
@@ -79,7 +79,7 @@ def test_p_killed_half_way(fleet: Fleet, reference: Reference, log: LogView, chu
 )
 def test_a_router_tries_again(fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec) -> None:
     """Another P pushes only the rest, whether D has failed the request or its client has left."""
-    (p,) = fleet.spawn(engines.P)
+    (p,) = fleet.get(engines.P_VICTIM)
     d, successor = fleet.get(d_spec, engines.P)
     handoff = half_way(p, d, 610, HALF)
     if d_spec is engines.D_FAIL_KEEPS:

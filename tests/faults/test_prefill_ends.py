@@ -123,7 +123,7 @@ def test_p_killed(
     fleet: Fleet, reference: Reference, log: LogView, moment: str, d_spec: EngineSpec, packing: engines.Packing
 ) -> None:
     """D notices P's end, frees the blocks only then, and accepts the next P."""
-    (p,) = fleet.spawn(engines.with_packing(engines.P, packing))
+    (p,) = fleet.get(engines.with_packing(engines.P_VICTIM, packing))
     (d,) = fleet.get(d_spec)
     warm_up(p, d)
     p.call(wirefaults.gate, *MOMENTS[moment])
@@ -154,7 +154,7 @@ def test_p_killed(
 )
 def test_p_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: bool, packing: engines.Packing) -> None:
     """Another engine takes P's port. D makes a new handshake, and pushes go on."""
-    (p,) = fleet.spawn(engines.with_packing(engines.P, packing))
+    (p,) = fleet.get(engines.with_packing(engines.P_VICTIM, packing))
     (d,) = fleet.get(engines.D)
     check_serves(p, d, reference, seed=307)
     successor = restart(fleet, p, same_id=same_id)
@@ -163,7 +163,7 @@ def test_p_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: 
 
 def test_p_restarted_while_d_waits(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """The old process's registration is lost. D notices this, although the new process has the old name."""
-    (p,) = fleet.spawn(engines.P)
+    (p,) = fleet.get(engines.P_VICTIM)
     (d,) = fleet.get(engines.D)
     handoff = early(p, d, LENGTH, seed=310)
     successor = restart(fleet, p, same_id=True)

@@ -23,7 +23,7 @@ EXIT_S = 15.0
 
 def test_p_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """P ends in spite of WRITEs that do not end. D goes on without them."""
-    (p,) = fleet.spawn(engines.P)
+    (p,) = fleet.get(engines.P_VICTIM)
     (d,) = fleet.get(engines.D)
     warm_up(p, d)
     spoil_writes(p, "early", "hold")
@@ -40,7 +40,7 @@ def test_p_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
 
 def test_p_shuts_down_while_it_computes(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """No WRITE delays P's end."""
-    (p,) = fleet.spawn(engines.P)
+    (p,) = fleet.get(engines.P_VICTIM)
     (d,) = fleet.get(engines.D_FAIL)
     warm_up(p, d)
     p.hold()
@@ -58,7 +58,7 @@ def test_p_shuts_down_while_it_computes(fleet: Fleet, reference: Reference, log:
 def test_d_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """P frees D's blocks and serves another D."""
     p, other = fleet.get(engines.P, engines.D)
-    (d,) = fleet.spawn(engines.D)
+    (d,) = fleet.get(engines.D_VICTIM)
     warm_up(p, d)
     spoil_writes(p, "early", "hold")
     handoff = early(p, d, LENGTH, seed=393)
