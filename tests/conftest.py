@@ -24,8 +24,7 @@ from tests.support.starts import new_starts
 pytest_plugins = ["tests.e2e.fixtures"]
 TESTS = Path(__file__).parent
 SERVERS = tuple(
-    f"tests/e2e/test_{name}.py"
-    for name in ("docs_commands", "drain", "metrics_served", "prometheus", "proxy", "spans", "vllm_router")
+    f"tests/e2e/test_{name}.py" for name in ("docs_commands", "metrics_served", "proxy", "spans", "vllm_router")
 )
 """Files whose engines are API servers in processes of their own. The other tests of tests/e2e step their engines."""
 LONGEST_FIRST = ("tests/e2e", "tests/faults", "servers", "tests/connector", "tests/connector/ranks")

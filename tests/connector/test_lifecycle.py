@@ -11,6 +11,7 @@ import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from bench import calm
+from layerpush.core.push_mode import SHORT_PROMPT
 from layerpush.prefill.push_protocol import State
 from layerpush.transport import cuda
 from layerpush.transport.base import TransportError
@@ -96,6 +97,17 @@ def test_registered_first_layers_are_in_ds_memory_before_prefill_ends(engine: Bu
     assert p.totals.hooked_layers == LAYERS * STEPS
     assert p.totals.swept_layers == 0
     assert p.totals.fallbacks == {}
+
+
+@pytest.mark.parametrize(("tokens", "fallbacks"), [(TOKENS - 1, {SHORT_PROMPT: 1}), (TOKENS, {})])
+def test_short_prompts_go_whole(engine: Build, tokens: int, fallbacks: dict[str, int]) -> None:
+    p, d = engine("kv_producer", {"layerwise_min_tokens": TOKENS}), engine("kv_consumer")
+    blocks = asks_first(p, d, tokens=tokens)
+    p.prefill("r-1", tokens)
+    run(p, STEPS)
+    ends_well(p, d, tokens=tokens)
+    assert holds_prompt(d, blocks, tokens)
+    assert p.totals.fallbacks == fallbacks
 
 
 def test_p_reports_a_push_as_sent_only_after_the_request_has_finished(engine: Build) -> None:

@@ -6,9 +6,9 @@ from tests.e2e.enginespec import (
     STOCK,
     TRACE,
     EngineSpec,
+    beside_example,
     beside_store,
     transfer,
-    wrapped_in_multi,
 )
 from tests.e2e.models import SHAPE
 
@@ -24,18 +24,14 @@ P_FABRIC = EngineSpec(
 )
 P_AUTO = EngineSpec("P-auto", "P", transfer(LAYERWISE, trace_dir=TRACE))
 P_WHOLE = EngineSpec("P-whole", "P", transfer(LAYERWISE, layerwise=False, trace_dir=TRACE))
-P_LONG_ONLY = EngineSpec(
-    "P-long-only", "P", transfer(LAYERWISE, layerwise_min_tokens=600, granularity="layer", trace_dir=TRACE)
-)
 P_CACHING = EngineSpec("P-caching", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), PREFIX_CACHING)
 P_STOCK = EngineSpec("P-stock", "P", transfer(STOCK))
-P_MULTI = EngineSpec("P-multi", "P", wrapped_in_multi(LAYERWISE, "kv_producer", granularity="layer", trace_dir=TRACE))
 # ExampleConnector knows neither several KV cache groups nor chunks of a prompt.
 NO_GROUPS = (("disable_hybrid_kv_cache_manager", True),)
 P_STORE = EngineSpec(
     "P-store",
     "P",
-    wrapped_in_multi(LAYERWISE, "kv_producer", store=f"{TRACE}/store", granularity="layer", trace_dir=TRACE),
+    beside_example(LAYERWISE, "kv_producer", store=f"{TRACE}/store", granularity="layer", trace_dir=TRACE),
     (*NO_GROUPS, ("max_num_batched_tokens", 4096)),
 )
 # Chunks that end in the middle of a block.
@@ -45,20 +41,10 @@ P_UNALIGNED = EngineSpec(
     transfer(LAYERWISE, granularity="layer", trace_dir=TRACE),
     (("max_num_batched_tokens", 90),),
 )
-P_WRONG_BYTES = EngineSpec(
-    "P-wrong-bytes",
+P_WRONG = EngineSpec(
+    "P-wrong",
     "P",
-    transfer("SendsWrongLayer", module_path=CORRUPTING_MODULE, granularity="layer", trace_dir=TRACE),
-)
-P_WRONG_BYTES_VERIFIED = EngineSpec(
-    "P-wrong-bytes-verified",
-    "P",
-    transfer("SendsWrongLayer", module_path=CORRUPTING_MODULE, granularity="layer", trace_dir=TRACE, verify=1.0),
-)
-P_WRONG_CACHE = EngineSpec(
-    "P-wrong-cache",
-    "P",
-    transfer("DamagesLayer", module_path=CORRUPTING_MODULE, granularity="layer", trace_dir=TRACE),
+    transfer("Corrupting", module_path=CORRUPTING_MODULE, granularity="layer", trace_dir=TRACE, verify=1.0),
 )
 P_SILENT = EngineSpec(
     "P-silent",
@@ -84,14 +70,11 @@ P_STEPS_IN_FLIGHT = EngineSpec(
     ),
     PREFIX_CACHING,
 )
-P_LATE, P_LATE_UNFENCED = (
-    EngineSpec(
-        name,
-        "P",
-        transfer(connector, module_path="tests.e2e.latekv", granularity="layer", trace_dir=TRACE),
-        PREFIX_CACHING,
-    )
-    for name, connector in (("P-late", "Late"), ("P-late-unfenced", "LateUnfenced"))
+P_LATE = EngineSpec(
+    "P-late",
+    "P",
+    transfer("Late", module_path="tests.e2e.latekv", granularity="layer", trace_dir=TRACE),
+    PREFIX_CACHING,
 )
 
 R = EngineSpec("R", "R", None)
@@ -110,7 +93,6 @@ D_BEHIND_STORE, D_BEFORE_STORE = (
     )
     for name, first in (("D-behind-store", True), ("D-before-store", False))
 )
-D_MULTI = EngineSpec("D-multi", "D", wrapped_in_multi(LAYERWISE, "kv_consumer"))
 D_RECOMPUTING = EngineSpec("D-recomputing", "D", transfer(LAYERWISE, on_failed_load="recompute"))
 
 SHARED = frozenset({R, P_LAYER, P_AUTO, P_STOCK, D_LAYER, D_STOCK, D_CACHING})

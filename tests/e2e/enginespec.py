@@ -123,11 +123,12 @@ def beside_store(inner: str, kv_role: str, *, first: bool, **store: Any) -> str:
     return json.dumps(outer, sort_keys=True)
 
 
-def wrapped_in_multi(connector: str, kv_role: str, *, store: str | None = None, **extra: Any) -> str:
-    """A MultiConnector around a single connector, or around one and an ExampleConnector with the folder ``store``."""
-    inner = [{"kv_connector": connector, "kv_role": kv_role, "kv_connector_extra_config": extra}]
-    if store is not None:
-        folder = {"shared_storage_path": store}
-        inner.append({"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": folder})
+def beside_example(connector: str, kv_role: str, *, store: str, **extra: Any) -> str:
+    """A MultiConnector around a connector, and an ExampleConnector with the folder ``store``."""
+    folder = {"shared_storage_path": store}
+    inner = [
+        {"kv_connector": connector, "kv_role": kv_role, "kv_connector_extra_config": extra},
+        {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": folder},
+    ]
     outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": inner}}
     return json.dumps(outer, sort_keys=True)

@@ -1,4 +1,4 @@
-"""Connectors in whose engine KV becomes visible late behind the host, as on a GPU."""
+"""A connector in whose engine KV becomes visible late behind the host, as on a GPU."""
 
 import random
 from functools import partial
@@ -17,16 +17,18 @@ from tests.support.simulated_stream import SimulatedEvent, SimulatedStream
 from tests.support.writer_turns import WriterTurns
 
 
-class LateUnfenced(LayerwisePushConnector):
+class Late(LayerwisePushConnector):
     """A layer's KV is in the cache when its attention runs, and then not until ``_stream`` has done the layer's work.
 
     The stream goes on only after the writer thread has made whole turns, and after each WRITE of these turns has left
     the memory. It does a step's last work after the next step has begun: the engine has two steps in flight. The pushes
-    wait for no fence, as on a CPU.
+    wait for the stream, until a test takes the fences away.
     """
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        super().register_kv_caches(kv_caches)
+        patch.object(fences, "torch", SimpleNamespace(Event=SimulatedEvent)).start()  # for as long as the engine lives
+        with patch.object(worker, "fences_for", FencePool):
+            super().register_kv_caches(kv_caches)
         assert self.connector_worker is not None
         # vLLM turns it off on a CPU. The scheduler and the queue of steps are built next, and read it.
         self._vllm_config.scheduler_config.async_scheduling = True
@@ -69,12 +71,3 @@ class LateUnfenced(LayerwisePushConnector):
         blocks = (slots[slots >= 0] // self._vllm_config.cache_config.block_size).unique()
         self._before[name] = blocks, cache[blocks]
         update(layer, key, value, cache, slots)
-
-
-class Late(LateUnfenced):
-    """The pushes wait for the stream."""
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        patch.object(fences, "torch", SimpleNamespace(Event=SimulatedEvent)).start()  # for as long as the engine lives
-        with patch.object(worker, "fences_for", FencePool):
-            super().register_kv_caches(kv_caches)

@@ -219,6 +219,28 @@ def connector_worker() -> Any:
     return worker if hasattr(worker, "transport") else None
 
 
+def verify(host: HostedEngine, share: float) -> None:
+    """From now on this share of the pushes has checksums."""
+    connector_worker().pushes._services.sampler._share = share
+
+
+def damage(host: HostedEngine, what: str, verified: float) -> None:
+    """From now on pushes of `Corrupting` have this damage, and this share of them has checksums."""
+    from tests.e2e.corrupting import Corrupting
+
+    Corrupting.damage = what  # type: ignore[assignment]
+    verify(host, verified)
+
+
+def fence(host: HostedEngine, on: bool) -> None:
+    """Whether pushes of `Late` wait for its stream from now on. Without fences they wait for nothing, as on a CPU."""
+    import torch
+
+    from layerpush.prefill.fences import FencePool
+
+    connector_worker().step_events._fences = FencePool(torch.device("cpu")) if on else None
+
+
 def idle_connections_of(worker: Any) -> Any:
     from layerpush.transport.idle_connections import IdleConnections
 

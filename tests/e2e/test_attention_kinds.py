@@ -21,7 +21,7 @@ CHUNKED_CASES: tuple[tuple[str, Order, tuple[int, ...]], ...] = (
 
 
 @pytest.mark.parametrize("connector", [LAYERWISE, pytest.param(STOCK, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("model", ["sliding", "hybrid"])
+@pytest.mark.parametrize("model", [pytest.param("sliding", marks=pytest.mark.exhaustive), "hybrid"])
 def test_sliding_window(fleet: Fleet, model: ModelName, connector: str) -> None:
     """D registers only the blocks inside the window of such layers."""
     ours = connector == LAYERWISE

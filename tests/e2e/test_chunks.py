@@ -32,6 +32,7 @@ def with_blocks(size: int, role: Role, connector: str = LAYERWISE) -> EngineSpec
     return EngineSpec(f"{role}-{size}-{connector[:4]}", role, transfer(connector, **more), (("block_size", size),))
 
 
+@pytest.mark.exhaustive
 def test_chunks_that_end_inside_a_block(fleet: Fleet, reference: Reference) -> None:
     """An unfinished block waits for the chunk that fills it. A chunk may complete no block at all."""
     p, d = fleet.get(engines.P_UNALIGNED, engines.D_LAYER)
@@ -42,13 +43,9 @@ def test_chunks_that_end_inside_a_block(fleet: Fleet, reference: Reference) -> N
             check_completed(handoff.push(), length, chunks=math.ceil(length / TOKENS_PER_STEP))
 
 
-@pytest.mark.parametrize(
-    ("block_size", "stock_d"),
-    [
-        (64, False),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((64, True), (128, False), (128, True))),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stock_d", [False, True])
+@pytest.mark.parametrize("block_size", [64, 128])
 def test_other_block_sizes(fleet: Fleet, reference: Reference, block_size: int, stock_d: bool) -> None:
     p, d = fleet.get(with_blocks(block_size, "P"), with_blocks(block_size, "D", STOCK if stock_d else LAYERWISE))
     for length in (1, block_size - 1, block_size, block_size + 1, 700):
@@ -66,10 +63,10 @@ def with_ranks(spec: EngineSpec) -> EngineSpec:
     ("p_spec", "d_spec"),
     [
         (with_blocks(64, "P"), engines.D_LAYER),
-        (engines.P_LAYER, with_blocks(64, "D")),
         *(
             pytest.param(*pair, marks=pytest.mark.exhaustive)
             for pair in (
+                (engines.P_LAYER, with_blocks(64, "D")),
                 (engines.P_LAYER, with_blocks(128, "D")),
                 (with_ranks(with_blocks(64, "P")), engines.D_LAYER),
                 (with_ranks(engines.P_LAYER), with_blocks(64, "D")),

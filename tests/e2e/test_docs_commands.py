@@ -85,6 +85,7 @@ def test_the_quickstart_by_hand(machine: Machine) -> None:
 
 
 @patient
+@pytest.mark.exhaustive
 def test_the_deployment(machine: Machine) -> None:
     """One P and one D. The command names one more of each, which do not run. D refuses hosts outside allowed_hosts."""
     p, d = machine.start(block(DEPLOYMENT, ON_P), "P"), machine.start(block(DEPLOYMENT, ON_D), "D")
@@ -102,6 +103,7 @@ def test_the_deployment(machine: Machine) -> None:
 
 
 @patient
+@pytest.mark.exhaustive
 def test_the_configuration(machine: Machine) -> None:
     start = block("docs/configuration.md", "vllm serve MODEL")
     host = "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1 VLLM_NIXL_SIDE_CHANNEL_PORT=5600"

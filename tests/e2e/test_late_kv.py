@@ -46,14 +46,21 @@ def registered(p: EngineHost, d: EngineHost, *prompts: list[int]) -> list[Handof
     return handoffs
 
 
+def pair(fleet: Fleet, *, fenced: bool) -> list[EngineHost]:
+    """P and D, connected."""
+    p, d = fleet.get(engines.P_LATE, engines.D_LAYER)
+    introduce(p, d)
+    p.call(probes.fence, fenced)
+    p.call(probes.reset_prefix_cache)
+    return [p, d]
+
+
 TRAFFIC = [long_prompt, cached_prefix, two_at_once]
 
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_a_push_waits_for_late_kv(fleet: Fleet, reference: Reference, traffic: Traffic) -> None:
-    p, d = fleet.get(engines.P_LATE, engines.D_LAYER)
-    introduce(p, d)
-    p.call(probes.reset_prefix_cache)
+    p, d = pair(fleet, fenced=True)
     for handoff in traffic(p, d):
         check(handoff.outcome(), reference)
         push = handoff.push()
@@ -63,9 +70,7 @@ def test_a_push_waits_for_late_kv(fleet: Fleet, reference: Reference, traffic: T
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_a_push_without_fences_sends_stale_kv(fleet: Fleet, reference: Reference, traffic: Traffic) -> None:
-    p, d = fleet.get(engines.P_LATE_UNFENCED, engines.D_LAYER)
-    introduce(p, d)
-    p.call(probes.reset_prefix_cache)
+    p, d = pair(fleet, fenced=False)
     for handoff in traffic(p, d):
         with pytest.raises(AssertionError, match="KV differs"):
             check(handoff.outcome(), reference)

@@ -1,7 +1,5 @@
 """The configuration keys: the effects of each, and its lack of other effects."""
 
-import pytest
-
 from tests.e2e import engines
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Order, Reference, check, introduce, prompt, send
@@ -51,18 +49,3 @@ def test_auto_needs_no_more_writes_than_layers(fleet: Fleet, reference: Referenc
         check(handoff.outcome(), reference)
         push = check_streamed(handoff, mode="auto")
         assert len(push.writes) <= len(push.chunks) * LAYERS
-
-
-@pytest.mark.parametrize("length", [599, 600])
-def test_short_prompts_go_whole(fleet: Fleet, reference: Reference, length: int) -> None:
-    p, d = fleet.get(engines.P_LONG_ONLY, engines.D_LAYER)
-    introduce(p, d)
-    handoff = send(p, d, prompt(length, seed=23), "early")
-    check(handoff.outcome(), reference)
-    push = handoff.push()
-    check_completed(push, length)
-    if length < 600:
-        assert push.mode == "request"
-        assert "layerwise_min_tokens" in push.fallback
-    else:
-        check_streamed(handoff)

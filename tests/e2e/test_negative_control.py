@@ -15,7 +15,8 @@ LENGTH = 700
 
 
 def test_wrong_bytes_on_the_wire_change_kv_and_tokens(fleet: Fleet, reference: Reference) -> None:
-    p, d = fleet.get(engines.P_WRONG_BYTES, engines.D_LAYER)
+    p, d = fleet.get(engines.P_WRONG, engines.D_LAYER)
+    p.call(probes.damage, "wire", 0.0)
     introduce(p, d)
     handoff = send(p, d, prompt(LENGTH, seed=70), "early", max_tokens=24)
     outcome = handoff.outcome()
@@ -28,7 +29,8 @@ def test_wrong_bytes_on_the_wire_change_kv_and_tokens(fleet: Fleet, reference: R
 
 def test_wrong_bytes_on_the_wire_fail_the_load(fleet: Fleet, reference: Reference, logs: LogReader) -> None:
     """D compares checksums, and computes the prompt itself."""
-    p, d = fleet.get(engines.P_WRONG_BYTES_VERIFIED, engines.D_RECOMPUTING)
+    p, d = fleet.get(engines.P_WRONG, engines.D_RECOMPUTING)
+    p.call(probes.damage, "wire", 1.0)
     introduce(p, d)
     handoff = send(p, d, prompt(LENGTH, seed=76), "early", max_tokens=24)
     assert handoff.outcome().d_tokens == reference.tokens(handoff.token_ids, 24)
@@ -38,7 +40,8 @@ def test_wrong_bytes_on_the_wire_fail_the_load(fleet: Fleet, reference: Referenc
 
 
 def test_wrong_kv_in_p_changes_tokens(fleet: Fleet, reference: Reference) -> None:
-    p, d = fleet.get(engines.P_WRONG_CACHE, engines.D_LAYER)
+    p, d = fleet.get(engines.P_WRONG, engines.D_LAYER)
+    p.call(probes.damage, "cache", 1.0)
     handoff = send(p, d, prompt(LENGTH, seed=71), "early", max_tokens=24)
     outcome = handoff.outcome()
     assert handoff.differing_cells() == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e import engines, stagingfaults
+from tests.e2e import engines, probes, stagingfaults
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check, prompt, send
@@ -12,11 +12,6 @@ from tests.e2e.pushtrace import Push
 from tests.e2e.streamchecks import check_completed
 
 P = EngineSpec("P-gather", "P", transfer(LAYERWISE, packing="gather", granularity="layer", trace_dir=TRACE))
-
-
-UNVERIFIED = EngineSpec(
-    "P-gather-unverified", "P", transfer(LAYERWISE, packing="gather", granularity="layer", trace_dir=TRACE, verify=0)
-)
 
 
 @pytest.mark.parametrize("order", ["early", "late", "together"])
@@ -42,13 +37,15 @@ def test_a_stock_d_gets_gathered_writes(fleet: Fleet, reference: Reference) -> N
 
 def test_a_damaged_block_is_seen(fleet: Fleet, reference: Reference) -> None:
     """One block in P's ring is one wrong block of one layer on D, and other tokens."""
-    p, d = fleet.get(UNVERIFIED, engines.D_LAYER)
+    p, d = fleet.get(P, engines.D_LAYER)
+    p.call(probes.verify, 0.0)
     p.call(stagingfaults.damage, 1)
     try:
         handoff = send(p, d, prompt(700, seed=71), "early", max_tokens=24)
         outcome = handoff.outcome()
     finally:
         p.call(stagingfaults.reset)
+        p.call(probes.verify, 1.0)
     assert plans(handoff.push()) == {"gathered"}
     assert len(handoff.differing_cells()) == 1
     assert outcome.d_tokens != reference.tokens(handoff.token_ids, 24)

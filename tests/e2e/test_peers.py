@@ -15,8 +15,8 @@ CASES: tuple[tuple[int, Order], ...] = (
 
 
 def check_pushes(p: EngineHost, d: EngineHost, reference: Reference, cases: tuple[tuple[int, Order], ...]) -> None:
-    for length, order in cases:
-        handoff = send(p, d, prompt(length, seed=10), order)
+    for seed, (length, order) in enumerate(cases):  # a prompt is in no cache
+        handoff = send(p, d, prompt(length, seed=1000 + seed), order)
         check(handoff.outcome(), reference)
         check_completed(handoff.push(), length)
         if order == "early" and length > 1000:
@@ -35,11 +35,13 @@ def test_stock_p_and_layerwise_d(fleet: Fleet, reference: Reference) -> None:
 
 
 def test_under_multi_connector(fleet: Fleet, reference: Reference) -> None:
-    p, d = fleet.get(engines.P_MULTI, engines.D_MULTI)
+    p, d = fleet.get(engines.P_BEHIND_STORE, engines.D_BEHIND_STORE)
     for host in (p, d):
         assert host.call(probes.connector_class) == "MultiConnector"
     with pytest.raises(AssertionError, match=r"VLLMValidationError: kv_transfer_params: .* is missing"):
         d.add(Handoff(new_id(), prompt(33, seed=12), p, d).to_d({"do_remote_prefill": True}))
+    for host in (p, d):
+        host.call(probes.reset_prefix_cache)
     check_pushes(p, d, reference, CASES)
     assert started_on_p(d), "no answer has started with P's token"
 

@@ -36,28 +36,34 @@ def test_setting(fleet: Fleet, setting: str) -> None:
     check_pushes(p, d, Reference(plain))
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
-def test_compiled_prefill(fleet: Fleet, reference: Reference, backend: str) -> None:
-    """`torch.compile` does not compile attention, so the hook stays. "eager" captures graphs and generates no C++."""
-    options: tuple[tuple[str, Any], ...] = (("enforce_eager", False),)
-    if backend == "eager":
-        options += (("compilation_config", '{"mode": 2, "backend": "eager"}'),)
-    p, d = fleet.get(
-        EngineSpec("P-compiled", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), options),
-        engines.D_LAYER,
-    )
+# "eager" captures graphs and generates no C++.
+P_NAMED = EngineSpec(
+    "P-named",
+    "P",
+    transfer("NixlConnector", module_path=BY_PATH, granularity="layer", trace_dir=TRACE),
+    (("enforce_eager", False), ("compilation_config", '{"mode": 2, "backend": "eager"}')),
+)
+P_INDUCTOR = EngineSpec(
+    "P-inductor",
+    "P",
+    transfer(LAYERWISE, granularity="layer", trace_dir=TRACE),
+    (("enforce_eager", False),),
+)
+
+
+@pytest.mark.parametrize(
+    "p_spec", [P_NAMED, pytest.param(P_INDUCTOR, marks=pytest.mark.exhaustive)], ids=["eager", "inductor"]
+)
+def test_compiled_prefill(fleet: Fleet, reference: Reference, p_spec: EngineSpec) -> None:
+    """`torch.compile` does not compile attention, so the hook stays."""
+    p, d = fleet.get(p_spec, engines.D_LAYER)
     assert p.call(probes.compiled_graphs) > 0
     check_pushes(p, d, reference)
 
 
 def test_the_connector_names_of_vllm(fleet: Fleet, reference: Reference) -> None:
     """Dynamo, SMG and Ray Serve know only `NixlConnector` and `NixlPushConnector`."""
-    p, d = fleet.get(
-        EngineSpec(
-            "P-named", "P", transfer("NixlConnector", module_path=BY_PATH, granularity="layer", trace_dir=TRACE)
-        ),
-        EngineSpec("D-named", "D", transfer("NixlPushConnector", module_path=BY_PATH)),
-    )
+    p, d = fleet.get(P_NAMED, EngineSpec("D-named", "D", transfer("NixlPushConnector", module_path=BY_PATH)))
     check_pushes(p, d, reference)
 
 

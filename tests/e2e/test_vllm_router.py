@@ -1,11 +1,14 @@
 """vLLM's router from the package index, in front of two prefill and two decode engines of ours. These also answer
-requests from our backend for Ray Serve.
+requests from our backend for Ray Serve. In the end a P drains: ``vllm serve --shutdown-timeout``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import os
+import re
 import shlex
 import signal
 import subprocess
@@ -19,17 +22,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import aiohttp
 import openai
 import pytest
 
 from bench.servers.engines import LOOPBACK, Engine, EngineGroup, no_proxy
 from bench.servers.interrupts import Interrupts
+from bench.servers.load import Answer as Completed
+from bench.servers.load import RequestFailedError, complete, complete_disaggregated, make_prompt
 from bench.servers.ports import PortAllocator
 from layerpush.telemetry.trace_records import PushRecord
 from tests.e2e.docsrig import block
 from tests.e2e.proxyrig import (
     DEADLINE_S,
     MODEL,
+    SHAPE,
     SPECIAL_TOKENS,
     START_TIMEOUT_S,
     WORDS,
@@ -182,7 +189,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
         def start_prefill(number: int, engine_id: str) -> Engine:
             group = groups.enter_context(EngineGroup(scratch, interrupts, ReservedPorts(places[number])))
-            return group.start(server_spec(engine_id, "prefill", model, WORDS, extra=extra))
+            return group.start(
+                server_spec(engine_id, "prefill", model, WORDS, "--shutdown-timeout", "120", extra=extra)
+            )
 
         others = groups.enter_context(EngineGroup(scratch, interrupts, ports))
         decodes = [others.start(server_spec(f"decode-{number}", "decode", model, WORDS)) for number in range(2)]
@@ -319,3 +328,35 @@ def test_a_prefill_engine_dies_and_comes_back(stack: Stack) -> None:
         return (push.engine_id, push.outcome) == (dead.name, "completed")
 
     until(is_served, "the P that came back pushes again")
+
+
+@patient
+def test_a_p_that_drains_finishes_its_requests(stack: Stack) -> None:
+    """The last test: D gets the KV of requests that P had before it was told to end."""
+    p, d = stack.prefills[1], stack.decodes[0]
+    prompts = [make_prompt(length, seed, SHAPE.vocabulary) for seed, length in enumerate((1200, 300))]
+    (server,) = map(int, re.findall(r"APIServer pid=(\d+)", said(p))[:1])
+    before = len(said(d))
+
+    def requests() -> float:
+        return metric(p.url, "vllm:num_requests_running{") + metric(p.url, "vllm:num_requests_waiting{")
+
+    async def run() -> tuple[list[Completed], list[Completed]]:
+        async with aiohttp.ClientSession() as session:
+            right = [await complete(session, d, prompt, 8) for prompt in prompts]
+            asked = [asyncio.create_task(complete_disaggregated(session, p, d, prompt, 8)) for prompt in prompts]
+            await asyncio.to_thread(until, lambda: requests() == len(prompts), "P has them all")
+            os.kill(server, signal.SIGTERM)
+            await asyncio.to_thread(until, lambda: "draining in-flight requests" in said(p), "it drains")
+            with pytest.raises(RequestFailedError):
+                await complete(session, p, prompts[0], 1)
+            return right, await asyncio.gather(*asked)
+
+    right, answers = asyncio.run(run())
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in right]
+    until(lambda: "Application shutdown complete" in said(p), "P ends")
+    assert "KV load of" not in said(d)[before:], "no load failed"
+
+
+def said(engine: Engine) -> str:
+    return engine.log_path.read_text()

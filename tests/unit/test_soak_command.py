@@ -118,9 +118,7 @@ def test_a_line_up_has_as_many_ps_as_ds_and_a_plain_engine(line_up: LineUp):
     assert [spec.name for spec in specs] == ["P1", "P2", "D1", "D2", "R"]
     assert {spec.model for spec in specs} == {line_up.model}
     assert [STOCK in (spec.transfer or "") for spec in specs] == [False, line_up.stock, line_up.stock, False, False]
-    assert [spec.name for spec in line_up.specs(1, corrupt=True) if "SendsWrongLayer" in (spec.transfer or "")] == [
-        "P1"
-    ]
+    assert [spec.name for spec in line_up.specs(1, corrupt=True) if "Corrupting" in (spec.transfer or "")] == ["P1"]
 
 
 @pytest.mark.parametrize(

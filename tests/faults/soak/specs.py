@@ -69,7 +69,7 @@ class LineUp:
     def specs(self, engines: int, *, corrupt: bool) -> list[EngineSpec]:
         """So many Ps, as many Ds, and the plain engine R. ``corrupt``: each P of ours writes one layer wrong."""
         ours = {"kv_connector": LAYERWISE}
-        wrong = {"kv_connector": "SendsWrongLayer", "kv_connector_module_path": CORRUPTING_MODULE}
+        wrong = {"kv_connector": "Corrupting", "kv_connector_module_path": CORRUPTING_MODULE}
         specs = []
         for number, extra in enumerate(self.prefills[:engines]):
             if self.stock and number == 1:
