@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 KEPT = 0.9
 """Weight of a WRITE, relative to the next one."""
-RECOVERED = 0.2
+RECOVERED = 0.05
 """A faster WRITE lowers ``slowdown`` by this part of the difference."""
 GROWTH = 4.0
 """A WRITE may be this many times as large as the largest of the recent ones."""

@@ -101,7 +101,7 @@ def test_late_writes_raise_the_slowdown_at_once_and_fast_writes_lower_it_slowly(
     assert speed.slowdown(at) == pytest.approx(4.0)
     speed.write_posted("fast", 100 * size, at)
     speed.write_ended("fast", at + seconds(100 * size) / 2, landed=True)
-    assert speed.slowdown(at) == pytest.approx(4.0 - 0.2 * 3.0)
+    assert speed.slowdown(at) == pytest.approx(4.0 - 0.05 * 3.0)
 
 
 def test_a_lost_write_changes_neither_the_estimate_nor_the_next_writes_time() -> None:
