@@ -64,7 +64,7 @@ class Engine:
         self.fleet, self.engine_id, self.is_alive = fleet, engine_id, True
         self.name = f"{engine_id}#{life}"
         self.worker = Worker(self, self.name, fleet.mode, fleet.blocks)
-        self.cache = fleet.prefixes(engine_id) if life == 0 else PrefixCache(fleet.model.kv_tokens)
+        self.cache = fleet.prefixes(engine_id) if life == 0 else PrefixCache(fleet.kv_tokens)
         self.load = 0
         """Tokens of the requests that are here."""
         self.free = deque(range(1, fleet.blocks[not self.is_prefill]))

@@ -42,7 +42,7 @@ class Plan:
     """``load`` is the share of P's time that prefill takes, caches left out. Requests come for ``seconds``; those of
     the first ``warm_up`` do not count. ``card`` in bytes a second. ``oversubscription`` of a rack's links; 1: none.
     ``restart_at``: all engines die, and start again ``down_s`` later. ``deaths``: engines that do so at random times.
-    ``answer``: tokens of each answer; None: the trace's.
+    ``answer``: tokens of each answer, None: the trace's; ``kv_tokens``: of each KV cache, None: the model's.
     """
 
     prefill: int = 4
@@ -60,6 +60,7 @@ class Plan:
     down_s: float = 5.0
     deaths: int = 0
     answer: int | None = None
+    kv_tokens: int | None = None
     seed: int = 0
 
 
@@ -114,10 +115,11 @@ class _Defects(logging.Handler):
 class Fleet:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.model, self.mode = plan, MODELS[plan.model], plan.mode
+        self.kv_tokens = plan.kv_tokens or self.model.kv_tokens
         self.clock, self.draw, self.outcome = Clock(), random.Random(plan.seed), Outcome()
         self.began = self.clock.now
         self.fabric = Fabric(self.clock, plan.card, self.model.token_bytes * BLOCK_TOKENS)
-        self.blocks = (self.model.kv_tokens // BLOCK_TOKENS,) * 2
+        self.blocks = (self.kv_tokens // BLOCK_TOKENS,) * 2
         self.probes = self.most_handshakes = 0
         self.handshake_s: list[float] = []
         self._costs: list[dict[str, Any]] = []
@@ -130,7 +132,7 @@ class Fleet:
         self._sides = [f"P{n}" for n in range(plan.prefill)], [f"D{n}" for n in range(plan.decode)]
         self._racks: dict[tuple[str, int], Link] = {}
         self._paths = {name: self._path(name, number) for side in self._sides for number, name in enumerate(side)}
-        self._caches = {name: PrefixCache(self.model.kv_tokens) for name in self._paths}
+        self._caches = {name: PrefixCache(self.kv_tokens) for name in self._paths}
         for name in self._paths:
             self.start(name)
 

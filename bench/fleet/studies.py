@@ -12,31 +12,32 @@ from layerpush.core.push_mode import PushMode
 
 MODES = (PushMode.AUTO, PushMode.LAYER, PushMode.WHOLE)
 EIGHT = Plan(prefill=8, decode=8)
-FEW_TOKENS = 16
+NEVER_FULL = 8_000_000
 
 
 def load(seed: int) -> list[Plan]:
     """Eight P and eight D: every mode against load and oversubscription."""
-    cells = product((1.0, 4.0, 8.0), (0.3, 0.7), MODES)
+    cells = product((1.0, 4.0), (0.3, 0.7), MODES)
     return [replace(EIGHT, seed=seed, oversubscription=over, load=at, mode=mode) for over, at, mode in cells]
 
 
 def incast(seed: int) -> list[Plan]:
-    """One to eight P push into one D, whose answers are so short that it is never full."""
+    """One to eight P push into one D, whose KV cache is so large that it is never full."""
     cells = product((1, 2, 4, 6, 8), MODES)
-    one = Plan(decode=1, answer=FEW_TOKENS, seed=seed)
+    one = Plan(decode=1, kv_tokens=NEVER_FULL, load=0.6, seed=seed)
     return [replace(one, prefill=count, mode=mode) for count, mode in cells]
 
 
 def ratio(seed: int) -> list[Plan]:
-    """One to eight P push into one D, with the answers of each trace."""
-    cells = product(("mooncake", "azure-conversation", "azure-code"), (1, 2, 4, 6, 8))
-    return [Plan(prefill=count, decode=1, trace=trace, seed=seed) for trace, count in cells]
+    """One to eight P and one D, for each trace."""
+    cells = product(("mooncake", "azure-conversation"), (1, 2, 4, 6, 8))
+    one = Plan(decode=1, seconds=25.0, warm_up=5.0, seed=seed)
+    return [replace(one, prefill=count, trace=trace) for trace, count in cells]
 
 
 def scale(seed: int) -> list[Plan]:
     """10, 100 and 1,000 engines, half of them P. All of them are restarted at once in the middle of the run."""
-    one = Plan(load=0.3, seconds=30.0, warm_up=5.0, restart_at=15.0, seed=seed)
+    one = Plan(load=0.2, seconds=24.0, warm_up=2.0, restart_at=10.0, seed=seed)
     return [replace(one, prefill=half, decode=half) for half in (5, 50, 500)]
 
 

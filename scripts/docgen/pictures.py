@@ -1,4 +1,4 @@
-"""Pictures of the documentation, of results of ``python -m bench.forward`` and ``python -m bench.kept``."""
+"""Pictures of the documentation, of results of ``bench.forward``, ``bench.kept`` and ``bench.fleet``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.fleet.studies import chosen
 from bench.forward.growth import COUNTED, Line
 from bench.keptpage import KEPT, NOTHING
 from bench.markdown import Result
@@ -83,10 +84,42 @@ def after_death(path: Path) -> None:
         panel.legend(fontsize="small", loc="upper right")
 
 
+def fleet_load(path: Path) -> None:
+    """Exposed time of each mode against oversubscription: a panel for each load."""
+    cells = _result("fleet.json")["studies"]["load"]
+    loads = sorted({cell["plan"]["load"] for cell in cells})
+    with _figure(1, len(loads), path, "Exposed time by oversubscription, eight P and eight D") as grid:
+        for panel, load in zip(grid[0], loads, strict=True):
+            _by_mode(panel, chosen(cells, load=load), "oversubscription", "oversubscription")
+            panel.set_title(f"load {load:g}", loc="left", fontsize="medium")
+
+
+def fleet_incast(path: Path) -> None:
+    """Exposed time of each mode against the number of P that push into one D."""
+    cells = _result("fleet.json")["studies"]["incast"]
+    with _figure(1, 1, path, "Several P push into one D") as grid:
+        _by_mode(grid[0][0], cells, "prefill", "prefill engines")
+
+
+def fleet_restart(path: Path) -> None:
+    """Times to the first token by the second of arrival, around a restart of all engines."""
+    with _figure(1, 1, path, "All engines die at second 10, and start again 5 s later") as grid:
+        panel = grid[0][0]
+        for cell, colour in zip(_result("fleet.json")["studies"]["scale"], COLOURS.values(), strict=False):
+            seconds, medians, _ = zip(*cell["ttft_by_second"], strict=True)
+            engines = cell["plan"]["prefill"] + cell["plan"]["decode"]
+            panel.plot(seconds, medians, "o-", color=colour, label=f"{engines:,} engines", ms=3, lw=1.4)
+        panel.set(xlabel="second in which the requests come", ylabel="median TTFT, seconds", ylim=(0, None))
+        _finish(panel)
+
+
 PICTURES: Mapping[Path, Callable[[Path], None]] = {
     ROOT / "docs/exposed-by-length.svg": exposed,
     ROOT / "docs/growth.svg": growing,
     ROOT / "docs/kept.svg": after_death,
+    ROOT / "docs/fleet-load.svg": fleet_load,
+    ROOT / "docs/fleet-incast.svg": fleet_incast,
+    ROOT / "docs/fleet-restart.svg": fleet_restart,
 }
 
 
@@ -131,6 +164,28 @@ def _line(panel: Any, line: Line) -> None:
     heights = [factor * (line.intercept + line.slope * end) for end in ends]
     slope = round(factor * line.slope, DIGITS) + 0.0  # no -0
     panel.plot(ends, heights, color=colour, lw=1.4, label=f"{line.mode} {slope:+.2g}{unit}")
+
+
+def _by_mode(panel: Any, cells: Sequence[Mapping[str, Any]], what: str, label: str) -> None:
+    """Medians as lines, the 99th percentile dashed; both axes are logarithmic."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+
+    values = sorted({cell["plan"][what] for cell in cells})
+    for mode in dict.fromkeys(cell["plan"]["mode"] for cell in cells):
+        for share, style in (("p50", "o-"), ("p99", "o--")):
+            heights = [1e3 * cell["exposed_s"][share] for cell in chosen(cells, mode=mode)]
+            panel.plot(values, heights, style, color=COLOURS[mode], label=f"{mode}, {share}", ms=4, lw=1.4)
+    panel.set(xlabel=label, ylabel="exposed, milliseconds", xscale="log", yscale="log")
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.xaxis.set_major_locator(FixedLocator(values))
+    panel.xaxis.set_minor_formatter(NullFormatter())
+    _finish(panel)
+
+
+def _finish(panel: Any) -> None:
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(fontsize="small")
 
 
 @contextmanager

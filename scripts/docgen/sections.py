@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import keptpage, kernelpage
+from bench.fleet import page as fleet
 from bench.forward import page as forward
 from bench.markdown import Result
 from bench.serve import page as serve
@@ -45,7 +46,7 @@ def of(name: str, render: Callable[[Result], str]) -> Callable[[Path], str]:
 
 
 README, CONFIGURATION, SECURITY = "README.md", "docs/configuration.md", "docs/security.md"
-METRICS, PROXY = "docs/metrics.md", "docs/proxy.md"
+METRICS, PROXY, FLEET = "docs/metrics.md", "docs/proxy.md", "docs/fleet.md"
 BENCHMARKS, COMPATIBILITY, CONTRIBUTING = "docs/benchmarks.md", "docs/compatibility.md", "docs/contributing.md"
 PROTOCOL, FAILURES, SOAK = "docs/design/protocol.md", "docs/design/failures.md", "docs/soak.md"
 
@@ -69,6 +70,10 @@ SECTIONS: Mapping[str, Section] = {
     "copies-figures": Section((BENCHMARKS,), of("copies.json", copies.tables)),
     "kept-figures": Section((BENCHMARKS,), of("kept.json", keptpage.table)),
     "waiting-figures": Section((BENCHMARKS,), of("waiting.json", waiting.table)),
+    "fleet-load": Section((FLEET,), of("fleet.json", fleet.load_table)),
+    "fleet-incast": Section((FLEET,), of("fleet.json", fleet.incast_table)),
+    "fleet-ratio": Section((FLEET,), of("fleet.json", fleet.ratio_table)),
+    "fleet-scale": Section((FLEET,), of("fleet.json", fleet.scale_table)),
     "soak-summary": Section((BENCHMARKS,), of("soak.json", soakrun.summary)),
     "soak-tables": Section((SOAK,), of("soak.json", soakrun.tables)),
     "protocol-course": Section((PROTOCOL,), lambda _: protocol.course()),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from statistics import quantiles
+from pathlib import Path
+from statistics import fmean, quantiles
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from bench.fleet import engines
+from bench.fleet.__main__ import app
 from bench.fleet.arrivals import SHARES, TRACES, arrivals, value
 from bench.fleet.clock import Clock
 from bench.fleet.fabric import BrokenRuleError, Fabric, Flow, Link
@@ -191,6 +195,38 @@ def test_arrivals_have_the_lengths_of_the_trace(name: str) -> None:
     firsts = [turn.tokens for turn in turns if not turn.prefix]
     for share, wanted in zip(SHARES[2:7], trace.prompt[2:7], strict=True):
         assert quantiles(firsts, n=100)[round(share * 100) - 1] == pytest.approx(wanted, rel=0.1)
-    assert value(trace.answer, 0.0) == trace.answer[0]
+    assert value(trace.answer, 0.0) == pytest.approx(trace.answer[0])
     assert value(trace.answer, 1.0) == pytest.approx(trace.answer[-1])
     assert all(turn.prefix <= turn.tokens for turn in turns)
+
+
+@pytest.mark.exhaustive
+def test_just_in_time_still_is_nearly_in_time_when_six_p_push_into_one_d() -> None:
+    """With ``RECOVERED`` = 0.2, ``auto`` exposed 1.33 times as much as ``layer`` here."""
+    six = Plan(prefill=6, decode=1, kv_tokens=8_000_000, load=0.6, seconds=20.0, warm_up=2.0)
+    means = {}
+    for mode in (PushMode.LAYER, PushMode.AUTO):
+        fleet = Fleet(replace(six, mode=mode))
+        fleet.run()
+        means[mode] = fmean(fleet.outcome.exposed)
+    assert means[PushMode.AUTO] < 1.2 * means[PushMode.LAYER]
+
+
+def test_the_command_writes_the_figures_of_a_fleet(tmp_path: Path) -> None:
+    options = ["--prefill", "1", "--decode", "1", "--trace", "azure-code", "--seconds", "2", "--gbit", "50"]
+    done = CliRunner().invoke(
+        app, [*options, "--warm-up", "0", "--mode", "layer", "--out", str(tmp_path / "fleet.json")]
+    )
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "fleet.json").read_text())
+    (cell,) = result["studies"]["fleet"]
+    assert cell["plan"] | {"card": 6.25e9, "mode": "layer", "seconds": 2.0} == cell["plan"]
+    assert cell["requests"] > 0
+    assert result["seed"] == 0
+
+
+@pytest.mark.parametrize("wrong", [["--model", "llama"], ["--studies", "load,all"], ["--mode", "chunks"]])
+def test_the_command_refuses_unknown_names(wrong: list[str]) -> None:
+    done = CliRunner().invoke(app, wrong)
+    assert done.exit_code == 2
+    assert "is none of" in done.output
