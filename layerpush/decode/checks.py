@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from layerpush.core.wire import NULL_BLOCK, Completed, PartSums, Registration
 from layerpush.telemetry.metrics.catalog import VERIFIED_PARTS, VERIFY_MISMATCHES
 from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.kv_parts import KvParts, LayerKv, Place
 
 MOST_BYTES = 64 << 20
@@ -26,22 +28,25 @@ class Checks:
         self._parts = parts
         self._recorder = recorder
 
-    def difference(self, registration: Registration, completed: Completed) -> str | None:
+    def difference(self, registration: Registration, completed: Completed, record: LoadRecord) -> str | None:
         """The first part of a load that differs from a prefill rank's, with both checksums; None if there is none.
 
-        What cannot be compared is logged: its bytes may be right.
+        ``record`` gets the number of parts and the time. What cannot be compared is logged: its bytes may be right.
         """
+        began = time.perf_counter()
         try:
             left = MOST_BYTES
             for row in completed.sums:
                 left -= self._size(row)
                 if left < 0:
                     raise _NoPlaceError(f"its checksums are of more than {MOST_BYTES >> 20} MiB")
-                if (found := self._wrong(row, registration, completed)) is not None:
+                if (found := self._wrong(row, registration, completed, record)) is not None:
                     self._recorder.count(VERIFY_MISMATCHES)
                     return found
         except Exception as error:  # noqa: BLE001  a device without memory, a peer of another set-up: the load goes on
             self._not_compared(registration, error)
+        finally:
+            record.verify_s += time.perf_counter() - began
         return None
 
     def _not_compared(self, registration: Registration, error: Exception) -> None:
@@ -58,13 +63,14 @@ class Checks:
             raise _NoPlaceError(f"{len(row.values)} bytes of checksums for {count} parts of {row.layer}")
         return count * layer.size(heads, layer.kernel_tokens)
 
-    def _wrong(self, row: PartSums, registration: Registration, completed: Completed) -> str | None:
+    def _wrong(self, row: PartSums, registration: Registration, completed: Completed, record: LoadRecord) -> str | None:
         layer, heads = self._parts.layers[row.layer], range(row.first_head, row.end_head)
         starts = range(row.start, row.end, row.unit)
         parts = [(start, min(start + row.unit, row.end)) for start in starts]
         places = [_place(layer, start, end, registration, completed.tokens) for start, end in parts]
         values = self._parts.checksums(row.layer, heads, places)
         self._recorder.count(VERIFIED_PARTS, number=len(parts))
+        record.verified_parts += len(parts)
         for index, ((start, end), place) in enumerate(zip(parts, places, strict=True)):
             ours, theirs = values[4 * index :][:4], row.values[4 * index :][:4]
             if ours != theirs:

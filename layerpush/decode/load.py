@@ -130,7 +130,7 @@ class Load:
         compares = self.session.state in (State.WAITING, State.UNREGISTERING)  # else the load has failed already
         if self._checks is None or not compares or sender not in self.session.open_agents:
             return True
-        wrong = self._checks.difference(self.registration, message)
+        wrong = self._checks.difference(self.registration, message, self._record)
         if wrong is None:
             return True
         reason = f"the KV from {sender} is not what it has sent: {wrong}"

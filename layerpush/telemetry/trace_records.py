@@ -149,7 +149,8 @@ class PushRecord(msgspec.Struct, kw_only=True):
 
 class LoadRecord(msgspec.Struct, kw_only=True):
     """One load on one decode rank. ``clock_offset`` is P's clock minus D's (seconds), measured by their handshake.
-    ``kept_tokens``: the prompt's first tokens whose KV has landed, if the load has failed.
+    ``kept_tokens``: the prompt's first tokens whose KV has landed, if the load has failed. ``verified_parts`` of KV
+    were compared with P's, which took ``verify_s`` seconds.
     """
 
     rows: ClassVar[int] = 1
@@ -164,6 +165,8 @@ class LoadRecord(msgspec.Struct, kw_only=True):
     reason: str | None = None
     blocks: int = 0
     kept_tokens: int = 0
+    verified_parts: int = 0
+    verify_s: float = 0.0
     clock_offset: float | None = None
     t_awaited: float | None = None
     t_registered: float | None = None

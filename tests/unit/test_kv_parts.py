@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 
 from layerpush.transport import kv_parts
 from layerpush.transport.kv_parts import Field, KvParts, LayerKv, Place
+from layerpush_kernels import checksums
+from tests.unit.kernels.places import running_at
 
 HEADS, TOKENS, CONTENT, BLOCK = 4, 64, 8, 16
 KV = torch.arange(HEADS * TOKENS * CONTENT, dtype=torch.int16).view(HEADS, TOKENS, CONTENT)
@@ -79,14 +83,36 @@ def test_ranks_may_have_a_head_in_common() -> None:
     assert [latent.heads_of(rank, 4) for rank in (0, 3)] == [range(1), range(1)]
 
 
-def test_blocks_of_a_device_are_copied_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, but on the CPU's memory."""
-    whole = parts(cache(BLOCK, range(HEADS)))
-    places = [Place(block, 0, BLOCK) for block in (3, 0, 2)]
-    expected = whole.checksums("a", range(1, 3), places)
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU's memory is that of a GPU, and Triton's interpreter its processors."""
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(kv_parts, "on_host", lambda _: False)
+    with running_at("interpreter"):
+        yield
+
+
+PLACES = [Place(block, skipped, 5) for block, skipped in ((3, 0), (0, 7), (2, BLOCK - 5))]
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_a_device_takes_the_checksums_itself(monkeypatch: pytest.MonkeyPatch, by_token: bool, device: None) -> None:
+    checked = parts(cache(BLOCK, range(HEADS), by_token=by_token))
+    monkeypatch.setattr(kv_parts, "_by_copies", None)
+    found = [checked.checksums("a", range(1, 3), places) for places in (PLACES, [])]
+    monkeypatch.undo()
+    assert found == [checked.checksums("a", range(1, 3), PLACES), b""]
+
+
+@pytest.mark.parametrize("fault", ["fields", "error", "other sums"])
+def test_else_blocks_are_copied_some_at_a_time(monkeypatch: pytest.MonkeyPatch, fault: str, device: None) -> None:
+    kv, fields = cache(BLOCK, range(HEADS)), APART if fault == "fields" else WHOLE
+    if fault != "fields":
+        monkeypatch.setattr(checksums, "sum_parts", None if fault == "error" else mock.MagicMock())
+    checked = parts(kv, fields=fields)
+    found = []
     for copied in (1, 1 << 20):
         monkeypatch.setattr(kv_parts, "COPY_BYTES", copied)
-        assert whole.checksums("a", range(1, 3), places) == expected
-        assert whole.checksums("a", range(1, 3), []) == b""
+        found += [checked.checksums("a", range(1, 3), places) for places in (PLACES, [])]
+    monkeypatch.undo()
+    assert found == [parts(kv, fields=fields).checksums("a", range(1, 3), PLACES), b""] * 2

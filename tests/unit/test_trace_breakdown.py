@@ -139,7 +139,7 @@ def test_a_median_covers_only_requests_with_the_part() -> None:
 def folder(tmp_path: Path) -> Path:
     write(tmp_path / "p.jsonl", process("P", "x"), DropRecord(records=4, t=1.0), push("a", tokens=99, **PUSH))
     bad = load("b", outcome="failed", reason="P is gone", t_awaited=1.0, t_settled=1.002, t_reported=1.0034)
-    write(tmp_path / "d.jsonl", process("D", "x"), load("a", **LOAD), bad)
+    write(tmp_path / "d.jsonl", process("D", "x"), load("a", **LOAD, verified_parts=24, verify_s=0.5), bad)
     write(tmp_path / "s.jsonl", process("D", "x", rank=SCHEDULER_RANK), first_token("a", **TOKEN))
     return tmp_path
 
@@ -149,12 +149,12 @@ def test_the_summary_is_a_table(tmp_path: Path) -> None:
     assert lines[0] == "2 requests: 1 completed, 1 failed"
     assert lines[1] == "P rank 0: 4 records were dropped (p.jsonl)"
     at = lines.index("the slowest 2, in milliseconds:")
-    heads = "request tokens pushed outcome total hand-over"
+    heads = "request tokens pushed verified outcome total hand-over"
     heads += " queue prefill exposed notification D wait schedule first step other"
     assert lines[at + 1].split() == heads.split()
     values = ["10000.0", "6000.0", "1000.0", "3000.0", "500.0", "1000.0", "2250.0", "250.0", "2000.0", "-"]
-    assert lines[at + 2].split() == ["cmpl-a-0", "99", "layer", "completed", *values]
-    assert lines[at + 3].split() == ["cmpl-b-0", "0", "?", "failed", "3.4", *"-----", "1.4", "-", "-", "2.0"]
+    assert lines[at + 2].split() == ["cmpl-a-0", "99", "layer", "24", "completed", *values]
+    assert lines[at + 3].split() == ["cmpl-b-0", "0", "?", "0", "failed", "3.4", *"-----", "1.4", "-", "-", "2.0"]
     assert lines[at + 4].split()[:5] == ["median", "of", "all", "5001.7", "6000.0"]
     assert {len(line) for line in lines[at + 1 : at + 4]} == {len(lines[at + 1])}, "columns are aligned"
     assert (
@@ -169,5 +169,6 @@ def test_the_summary_is_available_as_data(tmp_path: Path) -> None:
     assert (data["requests"], data["outcomes"]) == (2, {"completed": 1, "failed": 1})
     (one,) = data["slowest"]
     assert (one["request"], one["total"], one["hand-over"], one["other"]) == ("cmpl-a-0", 10.0, 6.0, 0.0)
+    assert (one["verified_parts"], one["verify_s"]) == (24, 0.5)
     assert data["notes"] == ["P rank 0: 4 records were dropped (p.jsonl)"]
     assert (data["shares"]["prefill"], data["median"]["hand-over"]) == (0.3, 6.0)

@@ -15,6 +15,7 @@ from layerpush.decode.checks import Checks
 from layerpush.prefill import samples
 from layerpush.prefill.samples import Sample, Sampler
 from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.kv_parts import CHECKSUM, KvParts, LayerKv, Place
 
 TOKENS, BLOCKS = 16, 8
@@ -47,15 +48,22 @@ def completed(layer: str = "a", end: int = 4 * TOKENS, value: bytes = bytes(4)) 
     return Completed("r", 1, (BLOCKS - 1) * TOKENS, (row,))
 
 
+def record() -> LoadRecord:
+    return LoadRecord(request_id="r", engine_id="D")
+
+
 def test_another_checksum_is_a_difference() -> None:
-    found = Checks(kv(), Recorder()).difference(WANTED, completed())
+    load = record()
+    found = Checks(kv(), Recorder()).difference(WANTED, completed(), load)
     assert found is not None
     assert "layer a, tokens 0 to 15, block 1" in found
+    assert load.verified_parts == 4
+    assert load.verify_s > 0
 
 
 @pytest.mark.parametrize("message", [completed("b"), completed(end=BLOCKS * TOKENS)], ids=["layer", "tokens"])
 def test_a_load_goes_on_if_it_cannot_be_compared(message: Completed) -> None:
-    assert Checks(kv(), Recorder()).difference(WANTED, message) is None
+    assert Checks(kv(), Recorder()).difference(WANTED, message, record()) is None
 
 
 def test_a_load_goes_on_if_its_memory_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,13 +71,13 @@ def test_a_load_goes_on_if_its_memory_cannot_be_read(monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(KvParts, "checksums", no_memory)
-    assert Checks(kv(), Recorder()).difference(WANTED, completed()) is None
+    assert Checks(kv(), Recorder()).difference(WANTED, completed(), record()) is None
 
 
 def test_d_reads_nothing_for_a_message_about_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "MOST_BYTES", 3 * 512)
     parts = kv()
-    assert Checks(parts, Recorder()).difference(WANTED, completed()) is None
+    assert Checks(parts, Recorder()).difference(WANTED, completed(), record()) is None
     assert parts.read == 0
 
 

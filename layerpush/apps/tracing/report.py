@@ -51,10 +51,10 @@ def summary_text(traces: TraceSet, count: int) -> str:
     outcomes = Counter(request.outcome for request in traces.requests)
     counted = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common())
     lines = [f"{len(traces.requests)} requests: {counted}", *notes(traces), ""]
-    rows = [["request", "tokens", "pushed", "outcome", "total", "hand-over", *PARTS, OTHER]]
+    rows = [["request", "tokens", "pushed", "verified", "outcome", "total", "hand-over", *PARTS, OTHER]]
     rows += [_row(one) for one in breakdowns]
     all_of_them = medians([break_down(request) for request in traces.requests])
-    rows.append(["median of all", "", "", "", *map(_ms, all_of_them.values()), ""])
+    rows.append(["median of all", "", "", "", "", *map(_ms, all_of_them.values()), ""])
     lines += [f"the slowest {len(breakdowns)}, in milliseconds:", *_aligned(rows), ""]
     largest = sorted(shares(breakdowns).items(), key=lambda entry: -entry[1])
     lines.append("their time: " + ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= 0.005))
@@ -76,6 +76,8 @@ def summary_data(traces: TraceSet, count: int) -> dict[str, Any]:
                 "request": one.request.name,
                 "tokens": one.request.tokens,
                 "mode": one.request.mode,
+                "verified_parts": one.request.verified_parts,
+                "verify_s": sum(load.verify_s for load in one.request.loads),
                 "outcome": one.request.outcome,
                 "reason": one.request.reason,
                 "total": one.total,
@@ -98,6 +100,7 @@ def _row(one: Breakdown) -> list[str]:
         request.name,
         str(request.tokens),
         request.mode,
+        str(request.verified_parts),
         request.outcome,
         _ms(one.total),
         _ms(one.hand_over),

@@ -56,6 +56,11 @@ class RequestTrace:
         return min((at for record in (*self.pushes, *self.loads) for _, at in times(record)), default=0.0)
 
     @property
+    def verified_parts(self) -> int:
+        """Parts of KV that all ranks of D have compared with P's."""
+        return sum(load.verified_parts for load in self.loads)
+
+    @property
     def mode(self) -> str:
         return next((push.mode for push in self.pushes), "?")
 

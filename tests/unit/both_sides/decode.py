@@ -44,6 +44,7 @@ from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.engine.scheduler.postponed_loads import PostponedLoads
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
+from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.kv_parts import CHECKSUM, KvParts
 from layerpush.transport.peers import Address
 from tests.support.fake_transport import Descriptors, FakeWrite
@@ -426,8 +427,8 @@ class _Checks(Checks):
         super().__init__(parts, recorder)
         self._engine = engine
 
-    def difference(self, registration: Registration, completed: Completed) -> str | None:
-        found, load = super().difference(registration, completed), self._engine.loads[registration.request_id]
+    def difference(self, registration: Registration, completed: Completed, record: LoadRecord) -> str | None:
+        found, load = super().difference(registration, completed, record), self._engine.loads[registration.request_id]
         if found is not None:
             load.differs = True
             self._engine.world.mismatches += 1
