@@ -15,7 +15,7 @@ from bench import OUTPUT, unfinished, write
 from bench.command import console, names, numbers
 from bench.forward import page
 from bench.forward.cases import Growing, growing_cases, known_cases
-from bench.forward.cells import Cell, missed
+from bench.forward.cells import VERIFY, Cell, missed
 from bench.forward.cores import of_this_machine, this_thread_on
 from bench.forward.draws import PATTERNS
 from bench.forward.growth import Line, lines
@@ -61,7 +61,11 @@ def main(
         ),
     ] = None,
     modes: Annotated[
-        str, typer.Option(help="auto, layer, chunk: the granularity of this name. request: whole, after prefill.")
+        str,
+        typer.Option(
+            help="auto, layer, chunk: the granularity of this name. request: whole, after prefill. "
+            f"{', '.join(VERIFY)}: auto, and D compares this share of the pushes. Default: {','.join(MODES)}."
+        ),
     ] = ",".join(MODES),
     chunk_tokens: Annotated[
         int | None,
@@ -153,7 +157,7 @@ def main(
         patterns = names(ids, list(PATTERNS)) if ids else list(preset.ids)
         shares = numbers(cached, 0, 99)
         chosen = names(models, list(MODELS)) if models else list(preset.models)
-        wanted_modes = names(modes, MODES)
+        wanted_modes = names(modes, (*MODES, *VERIFY))
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU")
     except ValueError as error:

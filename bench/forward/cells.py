@@ -14,6 +14,8 @@ from bench.forward.cases import Case
 
 OFF = "off"
 """The same forward with nothing to push."""
+VERIFY: Mapping[str, float] = {"verify-0.01": 0.01, "verify-1": 1.0}
+"""Modes as ``auto``, of which D compares this share of the pushes."""
 HOOK_LIMIT_US = 5.0
 FORWARD_LIMITS = {OFF: 1.03, "chunk": 1.01}
 """Limits of a forward with ``auto``, as a ratio to a forward without a push and to one with ``chunk``."""
@@ -43,7 +45,8 @@ class Series:
     ``forward_s``: from before the first step to the end of the last. ``forward_cpu_s``: processor time of its thread.
     ``forward_queued_s``: time in which that thread waited for a core; empty if the system does not report it.
     ``end_s``: from before the first step until the last WRITE has landed. ``exposed_s``: from the last ready layer
-    until then. ``writer_s``: processor time of P's writer thread.
+    until then. ``handed_over_s``: from the last ready layer until D has the completion, and has compared KV of
+    ``verified`` parts. ``writer_s``: processor time of P's writer thread.
     ``writer_queued_s``: time in which P's writer thread waited for a core, maybe with Python's lock; empty if the
     system does not report it.
     ``early``: share of the descriptors that were posted before the third hook. ``plans``: number of WRITEs by plan.
@@ -54,6 +57,8 @@ class Series:
     forward_queued_s: list[float] = field(default_factory=list)
     end_s: list[float] = field(default_factory=list)
     exposed_s: list[float] = field(default_factory=list)
+    handed_over_s: list[float] = field(default_factory=list)
+    verified: list[int] = field(default_factory=list)
     writer_s: list[float] = field(default_factory=list)
     writer_queued_s: list[float] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)

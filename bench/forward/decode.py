@@ -17,9 +17,13 @@ import torch
 
 from bench.forward.end import GONE, NOTIFICATION_POLL_S, End, by_rank, digest_of, settle, strays
 from bench.forward.kv import Noise
-from bench.forward.orders import Check, CheckCeiling, CheckRest, Introduction, Register, UseCache
+from bench.forward.orders import Check, CheckCeiling, Checked, CheckRest, Introduction, Register, UseCache
 from bench.forward.settings import POISON, Settings
-from layerpush.core.wire import Completion, Registration, encode_registration, read
+from layerpush.core.wire import Completed, Completion, Registration, encode_registration, read
+from layerpush.decode.checks import Checks
+from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.telemetry.trace_records import LoadRecord
+from layerpush.transport.kv_parts import CHECKSUM
 
 PREFILL = "P"
 COMPLETION_TIMEOUT_S = 5.0
@@ -44,6 +48,7 @@ class DecodeEnd:
         self._meet(digest_of(self._noise.bytes))
         self._registrations: dict[str, Registration] = {}
         self._completions: Counter[str] = Counter()
+        self._load, self._completed_at = LoadRecord(request_id="", engine_id="D"), 0.0
 
     def serve(self) -> None:
         """Serve P until it hangs up."""
@@ -65,22 +70,35 @@ class DecodeEnd:
     def _turn(self) -> None:
         for _, payload in self._end.transport.notifications():
             match read(payload):
+                case Completed() as message:
+                    self._compare(message)
+                    self._completions[message.request_id] += 1
                 case Completion(request_id):
                     self._completions[request_id] += 1
                 case other:
                     raise ValueError(f"{PREFILL} sent {other}")
+            self._completed_at = time.perf_counter()
 
-    def _answer(self, order: object) -> str | None:
+    def _compare(self, message: Completed) -> None:
+        """As an engine does. Raises ``ValueError``."""
+        wrong = self._checks.difference(self._registrations[message.request_id], message, self._load)
+        if wrong is not None:
+            raise ValueError(f"right KV has other checksums: {wrong}")
+
+    def _answer(self, order: object) -> str | Checked | None:
         match order:
             case UseCache(block_bytes, layers, ranks):
-                self._slots = self._end.cache(block_bytes, layers).slots
+                cache = self._end.cache(block_bytes, layers)
+                self._slots, self._checks = cache.slots, Checks(cache.parts, Recorder())
                 self._ranks = by_rank(self._end.memory, block_bytes, layers, ranks)
                 return None
             case Register(request_id, targets):
                 self._register(request_id, targets)
                 return None
             case Check(turn, request_ids):
-                return self._check(turn, request_ids)
+                problem = self._check(turn, request_ids)
+                verified, self._load.verified_parts = self._load.verified_parts, 0
+                return Checked(problem, self._completed_at, verified)
             case CheckCeiling(size):
                 return self._check_ceiling(size)
             case CheckRest():
@@ -97,6 +115,7 @@ class DecodeEnd:
             decode_port=1,
             decode_tp_size=1,
             local_block_ids=(targets,),
+            verifies=CHECKSUM,
         )
         self._end.transport.notify(PREFILL, encode_registration(registration))
 

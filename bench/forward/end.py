@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from bench.calm import delay_progress_thread
+from bench.forward.models import BLOCK_TOKENS
 from bench.forward.orders import Introduction
 from bench.forward.settings import POISON, Settings
 from layerpush.core.layout import CacheLayout, LayerSlots, Region
 from layerpush.transport.gather.tensor_memory import staging_memory
+from layerpush.transport.kv_parts import Field, KvParts, LayerKv
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport
 
@@ -79,6 +81,13 @@ class Cache:
         regions = tuple(Region(slot.data_ptr(), block_bytes, self.blocks) for slot in self.slots)
         names = tuple(LayerSlots(f"layers.{index}", 0, (index,)) for index in range(layers))
         self.layout = CacheLayout(names, regions)
+
+    @property
+    def parts(self) -> KvParts:
+        """The KV of one head for each token, to take checksums."""
+        views = [slot.view(self.blocks, 1, BLOCK_TOKENS, -1) for slot in self.slots]
+        layers = [LayerKv(view, 0, fields=(Field(1, view.shape[3]),)) for view in views]
+        return KvParts({each.name: kv for each, kv in zip(self.layout.layers, layers, strict=True)}, 0, 1)
 
 
 def shaped(memory: torch.Tensor, block_bytes: int, layers: int) -> list[torch.Tensor]:

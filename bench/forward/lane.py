@@ -19,6 +19,7 @@ from layerpush.engine.worker.wake import Waker
 from layerpush.prefill.fences import fences_for
 from layerpush.prefill.push import Identity
 from layerpush.prefill.pushes import Pushes
+from layerpush.prefill.samples import Sampler
 from layerpush.prefill.step_events import StepEvents
 from layerpush.telemetry.metrics.loop_lag import LoopLag
 from layerpush.telemetry.metrics.pushes import PushMeter
@@ -60,9 +61,9 @@ class RecordingMeter(PushMeter):
 
 
 class Lane:
-    """The writer of one mode."""
+    """The writer of one mode, which takes checksums of a share of its pushes."""
 
-    def __init__(self, mode: PushMode, reach: Reach, transport: Transport, waker: Waker) -> None:
+    def __init__(self, mode: PushMode, reach: Reach, transport: Transport, waker: Waker, verify: float = 0.0) -> None:
         layout = self.layout = reach.cache.layout
         self.streams = mode is not PushMode.WHOLE
         self.meter = RecordingMeter(Recorder())
@@ -78,6 +79,7 @@ class Lane:
             played,
             TraceFile(None, "P", 0),
             self.meter,
+            Sampler(reach.cache.parts, [layer.name for layer in layout.layers], verify) if verify else None,
         )
         self.pushes.registry = self.pair
 

@@ -55,12 +55,22 @@ class Register:
 class Check:
     """To D: check that these requests were completed, and that their blocks hold the KV of forward ``turn``.
 
-    The KV is that of one request after the other. D then poisons the blocks. The problem or None comes
-    back.
+    The KV is that of one request after the other. D then poisons the blocks. ``Checked`` comes back.
     """
 
     turn: int
     request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """``problem`` is None if all is right. D had all completions at ``completed_at``, by ``time.perf_counter()``, and
+    had compared ``verified`` parts with their checksums.
+    """
+
+    problem: str | None
+    completed_at: float
+    verified: int
 
 
 @dataclass(frozen=True)

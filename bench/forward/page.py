@@ -9,6 +9,7 @@ from typing import Any
 from bench.markdown import Result, conditions, number_table, with_interval
 
 AUTO, LAYER, CHUNK, REFERENCE = "auto", "layer", "chunk", "request"
+VERIFY_TIMES = ("writer_s", "exposed_s", "handed_over_s")
 DELAYS = ("computing", "for_a_core", "for_the_lock")
 
 
@@ -121,6 +122,33 @@ def _long_row(cell: Mapping[str, Any], modes: list[str]) -> tuple[str, ...]:
         f"{cell['exposed_limit']:.3f}" if cell["exposed_limit"] is not None else "",
         with_interval(pushed["slowdown"]),
     )
+
+
+def verify_table(result: Result) -> str:
+    """One row for each prompt and mode: the cost of checksums."""
+    rows = []
+    for cell in result["cells"]:
+        for mode, figures in cell["modes"].items():
+            raw = figures["raw"]
+            rows.append(
+                (
+                    str(cell["tokens"]),
+                    f"`{mode}`",
+                    f"{sum(map(bool, raw['verified']))} of {len(raw['verified'])}",
+                    f"{max(raw['verified']):,}",
+                    f"{figures['hook_us']['p50']:.1f} µs",
+                    with_interval(figures["slowdown"]),
+                    *(f"{1e3 * statistics.median(raw[name]):.1f} ms" for name in VERIFY_TIMES),
+                )
+            )
+    model, kib = result["cells"][0]["model"], result["cells"][0]["block_bytes"] / 1024
+    about = (
+        f"Medians of {result['rounds']} rounds, KV of {model}: a part has {kib:g} KiB. Verified: pushes that were "
+        "drawn. Parts: of such a push. Forward: over one without a push, with its 95 % interval. Writer: processor "
+        "time of P's writer thread. Hand-over: from the last layer until D has the completion and has compared."
+    )
+    headings = ("tokens", "mode", "verified", "parts", "hook", "forward", "writer", "exposed", "hand-over")
+    return f"{number_table(headings, rows, words=2)}\n\n{about} {_cores(result)} {conditions(result)}"
 
 
 def cached_table(result: Result) -> str:

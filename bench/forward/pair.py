@@ -7,11 +7,12 @@ import time
 from dataclasses import replace
 
 from bench.forward.reach import DECODE, Reach
-from layerpush.core.wire import Registration, encode_completion
+from layerpush.core.wire import Completed, Registration, encode, encode_completion
 from layerpush.core.write import WHOLE, Segment, Write
 from layerpush.prefill.push import BlockIds
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.prefill.pushes import Pushes
+from layerpush.prefill.samples import Sample
 from layerpush.telemetry.trace_records import WriteSums
 from layerpush.transport.base import Transport
 from layerpush.transport.connections import Then
@@ -82,9 +83,13 @@ class Pair:
         for transfer in self._writes.post(whole, replace(self._reach.link, speed=LinkSpeed())):
             self.pushes.adopt(request_id, transfer, DECODE, registration.request_id)
 
-    def complete(self, link: Link, registration: Registration, _: None = None) -> None:
+    def complete(self, link: Link, registration: Registration, sample: Sample | None = None) -> None:
         for route in link.routes:
-            self._transport.notify(route.agent, encode_completion(registration.request_id, 1))
+            message = encode_completion(registration.request_id, 1)
+            if sample is not None:
+                sums = sample.sums(route.remote_rank)
+                message = encode(Completed(registration.request_id, 1, sample.tokens, sums))
+            self._transport.notify(route.agent, message)
 
     def lost(self, engine_id: str) -> None:
         self.problems.append(f"the connection to {engine_id} is lost")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bench.forward.cases import Case
-from bench.forward.cells import OFF, Cell, Series
+from bench.forward.cells import OFF, VERIFY, Cell, Series
 from bench.forward.compute import Mark, Products, Prompts
 from bench.forward.cores import bind_this_thread, queued_s, this_thread_on
 from bench.forward.draws import Draw
@@ -29,6 +29,7 @@ from bench.forward.models import BLOCK_TOKENS
 from bench.forward.orders import (
     Check,
     CheckCeiling,
+    Checked,
     CheckRest,
     Introduction,
     Measure,
@@ -66,6 +67,8 @@ class Bench:
     def __init__(self, end: End, reach: Reach, pusher: Pusher) -> None:
         self.reach = reach
         self.lanes: dict[str, Lane] = {mode: Lane(mode, reach, end.transport, pusher.waker) for mode in PushMode}
+        for way, share in VERIFY.items():
+            self.lanes[way] = Lane(PushMode.AUTO, reach, end.transport, pusher.waker, share)
 
 
 class PrefillEnd:
@@ -166,8 +169,11 @@ class PrefillEnd:
             series.writer_s.append(self._pusher.cpu_s - cpu_s)
             if writer_queued is not None:
                 series.writer_queued_s.append((self._pusher.queued_s() or 0.0) - writer_queued)
-            self._account(lane, series, start, computed, third)
-            raise_if_wrong(self._ask(Check(self._turn, names)), f"{way}, {case}")
+            ready = self._account(lane, series, start, computed, third)
+            checked: Checked = self._ask(Check(self._turn, names))
+            raise_if_wrong(checked.problem, f"{way}, {case}")
+            series.handed_over_s.append(checked.completed_at - ready)
+            series.verified.append(checked.verified)
 
     def _store_cached(self, lane: Lane, case: Case, prompts: Prompts) -> None:
         """Write the KV that earlier prompts would have left in P's cache."""
@@ -222,8 +228,10 @@ class PrefillEnd:
             events.finish(name, (list(draw.sources),))
         return last.reached(), hooked[min(2, len(hooked) - 1)]
 
-    def _account(self, lane: Lane, series: Series, start: float, computed: float, third: float) -> None:
-        """Add a push to ``series``. ``computed``: when the last layer was; ``third``: the time of the third hook."""
+    def _account(self, lane: Lane, series: Series, start: float, computed: float, third: float) -> float:
+        """Add a push to ``series``. ``computed``: when the last layer was; ``third``: the time of the third hook.
+        Returns when the last layer was ready.
+        """
         meter = lane.meter
         ready = max(push.t_last_ready or computed for push in meter.pushes)
         landed = [write.t_landed for write in meter.records if write.t_landed is not None]
@@ -234,6 +242,7 @@ class PrefillEnd:
         early = sum(write.descriptors for write in meter.records if write.t_post < third)
         series.early.append(early / series.descriptors[-1])
         series.plans.append(meter.plans)
+        return ready
 
     def _await(self, lane: Lane, where: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds

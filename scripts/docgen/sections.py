@@ -61,6 +61,7 @@ SECTIONS: Mapping[str, Section] = {
     "forward-figures": Section((BENCHMARKS,), of("forward.json", forward.table)),
     "long-figures": Section((BENCHMARKS,), of("long.json", forward.long_table)),
     "cached-figures": Section((BENCHMARKS,), of("cached.json", forward.cached_table)),
+    "verify-figures": Section((BENCHMARKS,), of("verify.json", forward.verify_table)),
     "link-figures": Section((BENCHMARKS,), of("links.json", forward.table)),
     "kernel-figures": Section((BENCHMARKS,), of("kernel.json", kernelpage.tables)),
     "gpu-summary": Section((README,), of("gpu-serve.json", serve.in_short)),

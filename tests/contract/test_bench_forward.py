@@ -43,7 +43,9 @@ def namespaces(pid: int) -> list[str]:
 
 
 def test_a_forward_writes_every_sample_with_its_conditions(tmp_path: Path) -> None:
-    written = written_by(f"{FORWARD} --links shm,loopback --ids contiguous,random", tmp_path / "forward.json")
+    modes = "auto,layer,chunk,request,verify-1"
+    command = f"{FORWARD} --links shm,loopback --ids contiguous,random --modes {modes}"
+    written = written_by(command, tmp_path / "forward.json")
     assert written["about"]["loopback"]["ucx_settings"]["UCX_TLS"] == "tcp,self"
     assert [(each["link"], each["ids"]) for each in written["cells"]] == [
         (link, ids) for link in ("shm", "loopback") for ids in ("contiguous", "random")
@@ -51,9 +53,10 @@ def test_a_forward_writes_every_sample_with_its_conditions(tmp_path: Path) -> No
     for each in written["cells"]:
         assert each["steps"] == 3
         assert each["ceiling"]["gb_s"] > 0
-        for mode in ("auto", "layer", "chunk", "request"):
+        for mode in modes.split(","):
             raw = each["modes"][mode]["raw"]
-            assert len(raw["exposed_s"]) == len(raw["forward_s"]) == 2
+            assert len(raw["exposed_s"]) == len(raw["handed_over_s"]) == len(raw["forward_s"]) == 2
+            assert raw["verified"] == [10 * 32 if mode == "verify-1" else 0] * 2, "each block of each layer"
             if STATISTICS.exists():
                 assert len(raw["forward_queued_s"]) == 2
                 assert set(each["modes"][mode]["delays"]) == {"computing", "for_a_core", "for_the_lock"}
