@@ -47,13 +47,6 @@ WRONG, BROKEN = 1, 2
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
-class RecomputingSpec(EngineSpec):
-    """A D that computes a prompt itself if its load fails."""
-
-    def transfer_config(self) -> dict[str, object]:
-        return {**(super().transfer_config() or {}), "kv_load_failure_policy": "recompute"}
-
-
 @dataclass
 class Sample:
     """One prompt of which P died: ``died_s`` seconds after the request, at ``died_at`` of ``time.perf_counter()``.
@@ -93,12 +86,13 @@ class Bench:
             traced = {"trace_dir": str(self.work / "trace"), "peer_timeout_s": PEER_TIMEOUT_S}
             config = traced if decodes else MODES["auto"]
         length = -(-(self.tokens + ANSWER_TOKENS + ROOM_TOKENS) // BLOCK_SIZE) * BLOCK_SIZE
-        return (RecomputingSpec if decodes else EngineSpec)(
+        return EngineSpec(
             name,
             "decode" if decodes else "prefill",
             self.model,
             "NixlPushConnector" if mode == STOCK else CONNECTOR_NAME,
             extra_config=config,
+            recomputes=decodes,
             tokens_per_step=TOKENS_PER_STEP,
             max_model_len=length,
             kv_cache_bytes=PROMPTS_OF_ROOM * length * SHAPE.kv_bytes_per_token,

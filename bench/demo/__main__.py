@@ -126,7 +126,7 @@ def _compare(
 async def _measure(
     display: Display, p: Engine, d: Engine, faulty: Engine, traces: Path, prompts: list[list[int]]
 ) -> DemoReport:
-    """``faulty``: a P that damages a layer. ``traces`` has the ``trace_dir`` of P and of D."""
+    """``faulty``: a P that writes wrong bytes. ``traces`` has the ``trace_dir`` of P and of D."""
     modes = list(MODES)
     async with aiohttp.ClientSession() as session:
         with display.counting("P and D, each without a transfer: the expected tokens", max(2, len(prompts))) as on_done:
@@ -135,10 +135,12 @@ async def _measure(
         await complete_disaggregated(session, p, d, warm_up, ANSWER_TOKENS)
         with display.counting(f"P pushes to D, in turn by {', '.join(modes)}", len(prompts) * len(modes)) as on_done:
             answers = await take_turns(session, p, d, modes, prompts, ANSWER_TOKENS, on_done)
-        with display.counting("Negative control: one layer is corrupted on its way", 1):
-            wrong = await complete_disaggregated(session, faulty, d, prompts[0], ANSWER_TOKENS)
+        with display.counting("Negative control: one layer is corrupted on its way, and then again with verify", 2):
+            # whole pushes are not verified
+            wrong = await complete_disaggregated(session, faulty, d, prompts[0], ANSWER_TOKENS, "request")
+            verified = await complete_disaggregated(session, faulty, d, prompts[0], ANSWER_TOKENS, "layer")
     samples = {mode: examine(answers[mode], expected, traces, mode) for mode in modes}
-    return DemoReport(samples, negative_control_detected=wrong.tokens != expected[0])
+    return DemoReport(samples, wrong.tokens != expected[0], verified.tokens == expected[0])
 
 
 def _show(console: Console, report: DemoReport, plot: Path, json_file: Path | None) -> int:
@@ -150,6 +152,8 @@ def _show(console: Console, report: DemoReport, plot: Path, json_file: Path | No
         )
     if report.negative_control_detected:
         console.print("Negative control: one corrupted layer changed the tokens, as it must.")
+    if report.verify_detected:
+        console.print("With verify 1.0, D noticed it and computed the prompt itself: the tokens are right.")
     pushes = report.typical_pushes(*MODES)
     if pushes is not None:
         draw_pushes(pushes, plot)

@@ -1,4 +1,4 @@
-"""The servers of the demo: one P, one D, and a P that damages a layer before it pushes it."""
+"""The servers of the demo: one P, one D, and a P that writes wrong bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Cluster:
     def decode(self) -> EngineSpec:
         """The D that receives every push."""
         config = {"trace_dir": str(self.trace_dir("decode"))}
-        return self._spec("decode", "decode", self.decode_place, connector=CONNECTOR_NAME, extra_config=config)
+        options = {"connector": CONNECTOR_NAME, "extra_config": config, "recomputes": True}
+        return self._spec("decode", "decode", self.decode_place, **options)
 
     def prefill(self) -> EngineSpec:
         """The P that pushes in all modes. Each request chooses one."""
@@ -49,9 +50,10 @@ class Cluster:
         return self._spec("prefill", "prefill", self.prefill_place, connector=CONNECTOR_NAME, extra_config=config)
 
     def faulty_prefill(self) -> EngineSpec:
-        """A P that damages one layer before it pushes it."""
+        """A P that writes wrong bytes for one layer. Its pushes by layer are verified."""
         connector = {"connector": FAULTY_CONNECTOR, "connector_module": FAULTY_MODULE}
-        return self._spec("prefill-faulty", "prefill", self.prefill_place, **connector)
+        config = {"packing": "off", "verify": 1.0}
+        return self._spec("prefill-faulty", "prefill", self.prefill_place, **connector, extra_config=config)
 
     def trace_dir(self, side: str) -> Path:
         """The folder for the trace of ``side``, "prefill" or "decode"."""

@@ -1,29 +1,40 @@
-"""A connector that pushes wrong KV. It shows that the demo notices wrong KV."""
+"""A connector that pushes wrong KV. It shows that checks notice wrong KV."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+import numpy as np
 import torch
 
 from layerpush.connector import LayerwisePushConnector
 
-CORRUPTED_LAYER = 0
-CORRUPTED_VALUE = 0.25
-
 
 class FaultyPushConnector(LayerwisePushConnector):
-    """Overwrites all KV of one layer before it is pushed; the other layers stay as computed.
+    """Computes right, but writes the next layer's bytes where ``wrong_layer`` belongs on D, if it gathers nothing.
 
-    It is the first layer, because every model has one.
-
-    Named by ``kv_connector`` with ``kv_connector_module_path`` set to this module. For the demo's negative control.
+    P's own cache and tokens stay right, as with a wrong descriptor id. Named by ``kv_connector`` with
+    ``kv_connector_module_path`` set to this module.
     """
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Damage ``kv_layer`` (``[blocks, heads, block_size, 2 * head_dim]``) in place, then push as usual."""
-        number = re.search(r"\.layers\.(\d+)\.", layer_name)
-        if number and int(number.group(1)) == CORRUPTED_LAYER:
-            kv_layer.fill_(CORRUPTED_VALUE)
-        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+    @property
+    def wrong_layer(self) -> int:
+        """Counted as P's blocks are, in descriptor order."""
+        return 0
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """``kv_caches``: ``[blocks, heads, block_size, 2 * head_dim]`` each. Main thread."""
+        super().register_kv_caches(kv_caches)
+        assert self.connector_worker is not None
+        agent = self.connector_worker.nixl_wrapper
+        prepare = agent.make_prepped_xfer
+        blocks = next(iter(kv_caches.values())).shape[0]
+
+        def prepare_wrong(
+            operation: str, local_list: Any, local: Any, remote_list: Any, remote: Any, **options: Any
+        ) -> Any:
+            ids = np.asarray(local)
+            wrong = np.where(ids // blocks == self.wrong_layer, ids + blocks, ids).astype(np.int32)
+            return prepare(operation, local_list, wrong, remote_list, remote, **options)
+
+        agent.make_prepped_xfer = prepare_wrong

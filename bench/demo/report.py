@@ -48,10 +48,11 @@ CAPTION = (
 
 @dataclass(frozen=True)
 class DemoReport:
-    """The result of a run."""
+    """The result of a run. Of two corrupted pushes one changed the tokens, and ``verify`` found the other one."""
 
     samples: Mapping[str, Sequence[Sample]]
     negative_control_detected: bool
+    verify_detected: bool
 
     def results(self) -> dict[str, ModeResult]:
         """One summary per mode."""
@@ -68,6 +69,8 @@ class DemoReport:
             problems.append(
                 "negative control: a corrupted layer did not change any token, so equal tokens prove nothing"
             )
+        if not self.verify_detected:
+            problems.append("negative control: with verify 1.0, D used a corrupted layer")
         return problems
 
     def exposed_ratio(self) -> float | None:
@@ -93,6 +96,7 @@ class DemoReport:
         return {
             "modes": {mode: _mode_json(result) for mode, result in self.results().items()},
             "negative_control_detected": self.negative_control_detected,
+            "verify_detected": self.verify_detected,
             "problems": self.problems(),
             "samples": {mode: [_sample_json(sample) for sample in samples] for mode, samples in self.samples.items()},
         }

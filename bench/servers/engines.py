@@ -50,7 +50,8 @@ LOOPBACK = Place()
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One server to start. ``extra_config`` becomes ``kv_connector_extra_config``.
+    """One server to start. ``extra_config`` becomes ``kv_connector_extra_config``. ``recomputes``: a failed load costs
+    it a computation, not the request.
 
     ``server`` is the command of vLLM's API server. Without a ``tokenizer`` it takes token ids only. With
     ``kv_cache_bytes`` None, vLLM chooses the size. ``options`` and ``variables`` override those of every server.
@@ -62,6 +63,7 @@ class EngineSpec:
     connector: str | None = None
     connector_module: str | None = None
     extra_config: Mapping[str, object] = field(default_factory=dict)
+    recomputes: bool = False
     tokens_per_step: int = 512
     max_model_len: int = 8192
     kv_cache_bytes: int | None = 1 << 30
@@ -84,6 +86,8 @@ class EngineSpec:
         }
         if self.connector_module:
             config["kv_connector_module_path"] = self.connector_module
+        if self.recomputes:
+            config["kv_load_failure_policy"] = "recompute"
         return config
 
     def command(self, port: int) -> list[str]:

@@ -18,4 +18,4 @@ def test_p_and_d_write_their_traces_below_one_directory(tmp_path: Path) -> None:
 def test_p_pushes_in_the_mode_of_the_request(tmp_path: Path) -> None:
     """One P serves all modes, so its configuration names none."""
     cluster = Cluster(tmp_path / "model", DEMO_SHAPE, 1024, tmp_path / "trace")
-    assert {*cluster.prefill().extra_config, *cluster.faulty_prefill().extra_config} == {"trace_dir"}
+    assert {*cluster.prefill().extra_config} == {"trace_dir"}

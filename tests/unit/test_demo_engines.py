@@ -224,12 +224,14 @@ def test_a_server_is_ready_though_it_closes_the_last_connection_meanwhile(
 
 def test_the_command_names_the_connector_and_its_module():
     spec = EngineSpec(
-        "p", "prefill", Path("m"), connector="C", connector_module="a.b", extra_config={"layerwise": False}
-    )
+        "p", "prefill", Path("m"), connector="C", connector_module="a.b", extra_config={"layerwise": False},
+        recomputes=True,
+    )  # fmt: skip
     config = spec.transfer_config()
     assert config == {
         "kv_connector": "C",
         "kv_connector_module_path": "a.b",
+        "kv_load_failure_policy": "recompute",
         "kv_role": "kv_producer",
         "engine_id": "p",
         "kv_connector_extra_config": {"layerwise": False},

@@ -44,7 +44,7 @@ def sample(exposed_s: float = 0.1, **changes: object) -> Sample:
 def report(**modes: list[Sample]) -> DemoReport:
     exposed = {"auto": 0.01, "layer": 0.02, "chunk": 0.05, "request": 0.1}
     samples = {mode: [sample(seconds)] for mode, seconds in exposed.items()} | modes
-    return DemoReport(samples, negative_control_detected=True)
+    return DemoReport(samples, negative_control_detected=True, verify_detected=True)
 
 
 def test_a_good_run_has_no_problem_and_all_keys():
@@ -72,9 +72,12 @@ def test_a_missing_trace_fails_and_leaves_null_figures():
     assert bad.exposed_ratio() is None
 
 
-def test_an_undetected_corruption_fails_the_run():
-    [problem] = dataclasses.replace(report(), negative_control_detected=False).problems()
-    assert "negative control" in problem
+@pytest.mark.parametrize(
+    ("control", "words"), [("negative_control_detected", "did not change any token"), ("verify_detected", "verify 1.0")]
+)
+def test_an_undetected_corruption_fails_the_run(control: str, words: str):
+    [problem] = dataclasses.replace(report(), **{control: False}).problems()
+    assert words in problem
 
 
 def test_the_table_fits_80_columns_and_names_every_mode():
