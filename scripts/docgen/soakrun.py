@@ -47,10 +47,15 @@ def summary(result: Result) -> str:
     return (
         f"{result['minutes']:g} minutes, {sum(result['requests'].values()):,} requests, "
         f"{sum(fault['injected'] for fault in faults):,} faults of {len(faults)} kinds; the tokens of "
-        f"{compared['tokens']:,} answers and {cells} compared: "
+        f"{compared['tokens']:,} answers and {cells} compared{_verified(result)}: "
         f"{result['mismatches']} mismatches, {result['leaks']} leaks, {result['hangs']} hangs, "
         f"{result['engines_that_died_by_themselves']} engines that died by themselves. {measured}"
     )
+
+
+def _verified(result: Result) -> str:
+    parts, differing = result.get("verified_parts"), result.get("verify_mismatches")
+    return "" if parts is None else f"; D verified {parts:,} parts of KV: {differing} loads differed"
 
 
 def _count(value: int | None) -> str:

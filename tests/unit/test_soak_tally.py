@@ -127,6 +127,12 @@ def test_a_prompt_that_p_computed_twice_is_compared_by_tokens_only():
     assert (accounted(made).turns[0].tokens, accounted(made).turns[0].pushes) == (1, 0)
 
 
+def test_a_load_that_d_finds_to_differ_is_a_failure():
+    tally = accounted(request())
+    tally.effects.update(verified_parts=900, verify_mismatches=2)
+    assert verdict(tally) == ["2 loads that D has found to differ"]
+
+
 def test_a_soak_that_compared_nothing_is_a_failure():
     tally = accounted(request())
     for name, reads_kv in (("gathered", True), ("ranks", False)):

@@ -8,17 +8,21 @@ from typing import Any
 
 from rich.table import Table
 
+from layerpush.telemetry.metrics.catalog import VERIFIED_PARTS, VERIFY_MISMATCHES
 from tests.faults.soak.engine import Memory
 from tests.faults.soak.kinds import Kind
 from tests.faults.soak.request import Outcome
 from tests.faults.soak.tally import ILLS, Tally
 
+DIFFERING = "loads that D has found to differ"
 HEADINGS = {"mismatch": "mismatches", "leak": "leaks", "hang": "hangs", "death": "engines that died by themselves"}
 
 
 def verdict(tally: Tally) -> list[str]:
     """The reasons for a failure of the soak. Empty: success. A soak without comparisons is a failure."""
     reasons = [f"{tally.count(ill)} {HEADINGS[ill]}" for ill in ILLS if tally.count(ill)]
+    if differing := tally.effects[VERIFY_MISMATCHES.key]:
+        reasons.append(f"{differing} {DIFFERING}")
     for turn in tally.turns:
         if not turn.tokens:
             reasons.append(f"{turn.name}: no answer was compared with the plain engine's")
@@ -49,6 +53,9 @@ def requests_table(tally: Tally) -> Table:
     for ill in ILLS:
         count = tally.count(ill)
         table.add_row(HEADINGS[ill], f"[red]{count}[/]" if count else "[green]0[/]")
+    table.add_section()
+    table.add_row("parts of KV that D has verified", str(tally.effects[VERIFIED_PARTS.key]))
+    table.add_row(DIFFERING, str(tally.effects[VERIFY_MISMATCHES.key]))
     return table
 
 
@@ -115,6 +122,7 @@ def as_json(tally: Tally, kinds: Sequence[Kind], memories: Mapping[str, Sequence
             compared: sum(getattr(turn, compared) for turn in tally.turns)
             for compared in ("tokens", "pushes", "layer_blocks")
         },
+        **{metric.key: tally.effects[metric.key] for metric in (VERIFIED_PARTS, VERIFY_MISMATCHES)},
         "line_ups": [dataclasses.asdict(turn) for turn in tally.turns],
         **{HEADINGS[ill].replace(" ", "_"): tally.count(ill) for ill in ILLS},
         "problems": [dataclasses.asdict(problem) for problem in tally.problems],

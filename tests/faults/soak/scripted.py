@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from layerpush.telemetry.metrics.catalog import VERIFIED_PARTS, VERIFY_MISMATCHES
 from tests.e2e import probes, wirefaults
 
 if TYPE_CHECKING:
@@ -97,10 +98,14 @@ def arm_handshakes(host: HostedEngine, kind: str, count: int) -> None:
 
 
 def count(host: HostedEngine) -> dict[str, int]:
-    """How often each kind has struck so far."""
+    """How often each kind has struck so far, and the metrics of verified loads."""
     counts = Counter(_effects)
     for armed in _armed:
         counts[armed.kind] += armed.struck()
+    for line in probes.metrics(host).splitlines():
+        metric = line.removeprefix("vllm:layerpush_").partition("_total{")[0]
+        if metric in (VERIFIED_PARTS.key, VERIFY_MISMATCHES.key):
+            counts[metric] += round(float(line.split()[-1]))
     return dict(counts)
 
 

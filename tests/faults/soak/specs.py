@@ -19,7 +19,8 @@ UNKNOWN_S = 10
 """D keeps a late answer for another 30 s, and the audit waits for 60 s."""
 MAX_MODEL_LEN = 1400
 
-DEADLINES = {
+SETTINGS = {
+    "verify": 1.0,
     "peer_timeout_s": PEER_TIMEOUT_S,
     "write_timeout_s": WRITE_TIMEOUT_S,
     "kv_lease_duration": LEASE_S,
@@ -67,7 +68,9 @@ class LineUp:
     neighbours: bool = False
 
     def specs(self, engines: int, *, corrupt: bool) -> list[EngineSpec]:
-        """So many Ps, as many Ds, and the plain engine R. ``corrupt``: each P of ours writes one layer wrong."""
+        """So many Ps, as many Ds, and the plain engine R. ``corrupt``: each P of ours writes one layer wrong,
+        and D does not verify it.
+        """
         ours = {"kv_connector": LAYERWISE}
         wrong = {"kv_connector": "Corrupting", "kv_connector_module_path": CORRUPTING_MODULE}
         specs = []
@@ -76,7 +79,8 @@ class LineUp:
                 transfer = json.dumps({"kv_connector": STOCK})
             else:
                 policy = {"kv_load_failure_policy": POLICIES[number]} if self.neighbours else {}
-                transfer = _transfer((wrong if corrupt else ours) | policy, trace_dir=TRACE, **extra)
+                fields, unverified = (wrong, {"verify": 0}) if corrupt else (ours, {})
+                transfer = _transfer(fields | policy, trace_dir=TRACE, **extra, **unverified)
             if self.neighbours:
                 way = ("sync", "layer")[number]
                 transfer = beside_store(transfer, "kv_producer", first=number == 0, way=way, losses=LOSSES)
@@ -135,4 +139,4 @@ LINE_UPS = (
 
 
 def _transfer(fields: dict[str, str], **extra: Any) -> str:
-    return json.dumps(fields | {"kv_connector_extra_config": DEADLINES | extra}, sort_keys=True)
+    return json.dumps(fields | {"kv_connector_extra_config": SETTINGS | extra}, sort_keys=True)

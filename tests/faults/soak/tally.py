@@ -39,6 +39,7 @@ class Tally:
     """Counts of the whole run, and of each line-up's turn. A fault is survived if its round ends without a problem.
 
     ``effects``: each kind's number of struck WRITEs, notifications or preemptions. One fault may have many, or none.
+    It also has the engines' metrics of verified loads.
     """
 
     rounds: int = 0
