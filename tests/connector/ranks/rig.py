@@ -33,7 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core
@@ -376,6 +376,7 @@ class Engine:
             speculative_config=drafter or None,
         )
         config.cache_config.block_size = side.block_size  # vLLM's CPU platform would change MLA's
+        config.attention_config.backend = AttentionBackendEnum.CPU_MLA  # AMX_MLA takes multiples of 32 only
         config.cache_config.enable_prefix_caching = topology.caches
         config.cache_config.kv_cache_layout = side.layout
         config.scheduler_config.max_num_batched_tokens = CHUNK if self.is_p else MAX_TOKENS
