@@ -360,6 +360,13 @@ def test_the_ray_backend_imports_only_ray_and_the_packages_of_an_engine(extra: s
     assert others - modules([*PROJECT["dependencies"], *EXTRAS[extra]]) == {"ray"}
 
 
+def test_the_plugin_loads_neither_the_connector_nor_nixl() -> None:
+    """Every process of vLLM loads the plugin."""
+    ours, others = reached(["layerpush.plugin"])
+    assert "layerpush.connector" not in ours
+    assert others == {"msgspec", "vllm"}
+
+
 def test_the_entries_reach_every_module() -> None:
     """Except the command line, which imports a command's modules when it runs."""
     ours = {module for entries in (*ENTRIES.values(), [BESIDE_RAY]) for module in reached(entries)[0]}

@@ -127,13 +127,13 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {file.name: file.read_text() for file in folder.iterdir()}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_vllm_loads_the_connector_lazily_and_leaves_busy_loops_alone(said: dict[str, str]) -> None:
     """LAYERPUSH_CALM means nothing to the connector: bench has the plugin."""
     assert "all is well" in said["plain"], said["plain"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_calm_patches_the_busy_loops_on_request(said: dict[str, str]) -> None:
     assert "all is well" in said["calm"], said["calm"]
     assert said["calm"].count("LAYERPUSH_CALM is set") == 1
