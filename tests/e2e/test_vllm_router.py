@@ -1,5 +1,5 @@
-"""vLLM's router from the package index, in front of two prefill and two decode engines of ours. These also answer
-requests from our backend for Ray Serve. In the end a P drains: ``vllm serve --shutdown-timeout``.
+"""vLLM's router from the package index, in front of two prefill engines and a decode engine with two names. They also
+answer requests from our backend for Ray Serve. In the end a P drains: ``vllm serve --shutdown-timeout``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Stack:
     scratch: Path
     ports: PortAllocator
     prefills: list[Engine]
-    decodes: list[Engine]
+    decode: Engine
     start_prefill: Callable[[int, str], Engine]
 
     def push(self, request_id: str) -> PushRecord:
@@ -194,16 +194,17 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             )
 
         others = groups.enter_context(EngineGroup(scratch, interrupts, ports))
-        decodes = [others.start(server_spec(f"decode-{number}", "decode", model, WORDS)) for number in range(2)]
+        decode = others.start(server_spec("decode", "decode", model, WORDS))
         prefills = [start_prefill(number, f"prefill-{number}") for number in range(2)]
-        others.wait_ready(decodes)
+        others.wait_ready([decode])
         for engine in prefills:
             until(engine.is_ready, f"{engine.name} is ready", START_TIMEOUT_S)
         hosts = ("10.0.0.1", "10.0.0.3", "10.0.0.2", "10.0.0.4")
-        engines = {host: engine.url for host, engine in zip(hosts, [*prefills, *decodes], strict=True)}
+        names = decode.url, decode.url.replace(LOOPBACK.host, "localhost")
+        engines = dict(zip(hosts, [*(engine.url for engine in prefills), *names], strict=True))
         with router(scratch, ports, "docs/deployment.md", engines) as url:
-            running = Stack(url, scratch, ports, prefills, decodes, start_prefill)
-            for seed in range(8):  # the router learns each P's identity, and each P connects to each D
+            running = Stack(url, scratch, ports, prefills, decode, start_prefill)
+            for seed in range(8):  # the router learns each P's identity, and each P connects to D
                 running.answer(words(40, seed=seed))
             yield running
 
@@ -226,7 +227,7 @@ def test_answers_begin_with_ps_token(stack: Stack) -> None:
     """The router adds ``min_tokens: 1`` to P's body only. A busy machine makes some tokens late."""
 
     def origins(origin: str) -> float:
-        return sum(scrape(engine).value("first_tokens_total", origin=origin) for engine in stack.decodes)
+        return scrape(stack.decode).value("first_tokens_total", origin=origin)
 
     before, seeds = origins("prefill"), iter(range(500, 600))
 
@@ -255,7 +256,7 @@ def test_an_answer_that_ends_at_once(stack: Stack) -> None:
 @patient
 def test_a_prefill_engine_refuses(stack: Stack) -> None:
     """P refuses at its door, and then D's registration. Now the client gets P's error, 503 as 500. D works on."""
-    p, d = stack.prefills[0], stack.decodes[0]
+    p, d = stack.prefills[0], stack.decode
 
     def status(client: openai.OpenAI, refusal: int) -> int:
         with pytest.raises(openai.APIStatusError) as error:
@@ -279,7 +280,7 @@ def test_a_prefill_engine_refuses(stack: Stack) -> None:
 @patient
 def test_layers_of_ray_serves_requests_stream(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray asks both engines at the same time, each with the request's id in the header."""
-    p, d = stack.prefills[1], stack.decodes[1]
+    p, d = stack.prefills[1], stack.decode
     monkeypatch.setenv(HOST, LOOPBACK.host)
     monkeypatch.setenv(PORT, str(p.side_channel_port))
     prompt, tokens = words(TOKENS, seed=400), GREEDY["max_tokens"]
@@ -333,7 +334,7 @@ def test_a_prefill_engine_dies_and_comes_back(stack: Stack) -> None:
 @patient
 def test_a_p_that_drains_finishes_its_requests(stack: Stack) -> None:
     """The last test: D gets the KV of requests that P had before it was told to end."""
-    p, d = stack.prefills[1], stack.decodes[0]
+    p, d = stack.prefills[1], stack.decode
     prompts = [make_prompt(length, seed, SHAPE.vocabulary) for seed, length in enumerate((1200, 300))]
     (server,) = map(int, re.findall(r"APIServer pid=(\d+)", said(p))[:1])
     before = len(said(d))
