@@ -109,7 +109,9 @@ def test_else_blocks_are_copied_some_at_a_time(monkeypatch: pytest.MonkeyPatch, 
     kv, fields = cache(BLOCK, range(HEADS)), APART if fault == "fields" else WHOLE
     if fault != "fields":
         monkeypatch.setattr(checksums, "sum_parts", None if fault == "error" else mock.MagicMock())
-    checked = parts(kv, fields=fields)
+    zeros = torch.zeros_like(kv)  # as at start-up, when any order of bytes has the same checksum
+    checked = parts(zeros, fields=fields)
+    zeros.copy_(kv)
     found = []
     for copied in (1, 1 << 20):
         monkeypatch.setattr(kv_parts, "COPY_BYTES", copied)
