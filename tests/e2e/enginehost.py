@@ -155,7 +155,8 @@ class EngineHost(Logged):
 
     def _signal(self, number: signal.Signals) -> None:
         assert self.pid is not None
-        os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has crashed
+            os.kill(self.pid, number)
 
     @property
     def pid(self) -> int | None:

@@ -78,7 +78,8 @@ def test_windows_with_larger_blocks_on_p(fleet: Fleet, model: ModelName) -> None
 @pytest.mark.parametrize(("order", "lengths"), [("early", (1, 33, 257, 1100)), ("late", (33, 257))])
 def test_latent_attention(fleet: Fleet, order: Order, lengths: tuple[int, ...], p_size: int, d_size: int) -> None:
     """MLA keeps one vector per token. KV bytes only: vLLM's CPU prefill and decode paths round it differently."""
-    options = (("load_format", "dummy"), ("dtype", "bfloat16"))
+    # AMX_MLA, vLLM's choice on some CPUs, takes only multiples of 32
+    options = (("load_format", "dummy"), ("dtype", "bfloat16"), ("attention_backend", "CPU_MLA"))
     p_options, d_options = ((*options, (SCHEDULER_BLOCK_SIZE, size)) for size in (p_size, d_size))
     p_transfer = transfer(LAYERWISE, granularity="layer", trace_dir=TRACE)
     p, d = fleet.get(
