@@ -65,6 +65,7 @@ class EngineSpec:
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
             "kv_cache_memory_bytes": 128 << 20,
+            "attention_backend": "CPU_MLA",  # of latents only, and there not AMX_MLA where a CPU has it
         }
         options = defaults | dict(self.options)
         for name in ("speculative_config", "compilation_config"):

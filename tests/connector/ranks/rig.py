@@ -381,6 +381,7 @@ class Engine:
         config.cache_config.kv_cache_layout = side.layout
         config.scheduler_config.max_num_batched_tokens = CHUNK if self.is_p else MAX_TOKENS
         config.scheduler_config.enable_chunked_prefill = True
+            attention_backend="CPU_MLA" if topology.has_latents else None,  # not AMX_MLA, whose blocks are larger
         specs = layer_specs(topology, side)
         config.parallel_config.prefill_context_parallel_size = side.pcp  # vLLM's CPU platform has none
         config.parallel_config.world_size *= side.pcp
@@ -559,7 +560,7 @@ def run(topology: Topology, folder: Path) -> Result:
     lines, cores = Lines(), os.sched_getaffinity(0)
     engines: list[Engine] = []
     try:
-        with patch.dict(pieces.CONTENT, dict.fromkeys(("cpu_attn", "amx_mla"), pieces._tokens)):  # as ``Rank.write``
+        with patch.dict(pieces.CONTENT, {"cpu_attn": pieces._tokens}):  # as ``Rank.write``
             return _run(topology, folder, engines, lines)
     finally:
         logger.removeHandler(lines)
