@@ -82,6 +82,13 @@ def _states(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor],
     return States(tuple(layers), tuple(regions))
 
 
+def drafted_states(worker: NixlPushConnectorWorker) -> frozenset[str]:
+    """The layers with a state, if there are drafts: once it has sampled, vLLM may copy their states."""
+    if worker.vllm_config.speculative_config is None:
+        return frozenset()
+    return frozenset(name for name, spec in worker._layer_specs.items() if kind_of(spec).is_state)
+
+
 def check_stage(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor]) -> None:
     """Raises ``NotImplementedError`` if vLLM would take a drafter's layers on a stage of a pipeline for the model's.
 

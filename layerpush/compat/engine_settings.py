@@ -9,7 +9,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
-from layerpush.compat.kinds import CacheKinds
 from layerpush.compat.patches import VARIABLE, is_on
 from layerpush.transport.nixl import SPLIT_AT
 
@@ -23,7 +22,7 @@ def engine_fallback(side: NixlPushConnectorScheduler | NixlPushConnectorWorker) 
         return "the KV cache is staged in a host buffer (kv_buffer_device=cpu)"
     if not is_on("early-revocation") and side.vllm_config.use_v2_model_runner:
         return f"{VARIABLE} leaves out early-revocation, and vLLM uses its V2 model runner"
-    return CacheKinds(side.kv_cache_config).fallback()
+    return None
 
 
 def worker_fallback(worker: NixlPushConnectorWorker) -> str | None:

@@ -52,13 +52,11 @@ def _chunked(spec: Any) -> KvKind:
 
 
 def _state(spec: Any) -> KvKind:
-    """vLLM transfers the newest state only. The others are in the prefix cache, or are null."""
-    drafts = spec.num_speculative_blocks
+    """vLLM transfers the newest state only. The others are in the prefix cache, are null, or are for drafts."""
     return KvKind(
         WHOLE_PROMPT,
         is_state=True,
-        transfer_blocks=partial(clip_ssm_state_blocks, num_spec_blocks=drafts),
-        fallback="the Mamba layers have a state for each draft token" if drafts else None,
+        transfer_blocks=partial(clip_ssm_state_blocks, num_spec_blocks=spec.num_speculative_blocks),
         never_gathered="the model has layers with a state",
     )
 
@@ -132,10 +130,6 @@ class CacheKinds:
         self.all = tuple(kind_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
         self.transferred = tuple(kind_of(group.kv_cache_spec) for group in kv_cache_config.transfer_groups)
         self.block_sizes = tuple(kind.block_tokens for kind in self.transferred)
-
-    def fallback(self) -> str | None:
-        """The reason why an engine with these caches must push whole requests, or None."""
-        return next((kind.fallback for kind in self.transferred if kind.fallback is not None), None)
 
     def never_gathered(self) -> str | None:
         """The reason why WRITEs of these caches are never gathered, or None."""

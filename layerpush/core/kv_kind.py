@@ -31,8 +31,8 @@ class KvKind:
     ``block_tokens`` is the number of tokens in a block; ``WHOLE_PROMPT`` for a state. ``first_attended`` maps the
     position of a token to the first position that it attends to. ``transfer_blocks`` takes a request's block ids in
     token order and returns those that are transferred. ``ranks`` is the difference between tensor parallel ranks: each
-    has other heads, or all have the same; None: another one. ``fallback`` is the reason why an engine with such a cache
-    pushes whole requests, or None; ``never_gathered`` the reason why its WRITEs are never gathered.
+    has other heads, or all have the same; None: another one. ``never_gathered`` is the reason why the WRITEs of such a
+    cache are never gathered, or None.
     """
 
     block_tokens: int
@@ -40,7 +40,6 @@ class KvKind:
     first_attended: Callable[[int], int] = _from_the_start
     transfer_blocks: Callable[[list[int]], list[int]] = _unchanged
     ranks: Ranks | None = None
-    fallback: str | None = None
     never_gathered: str | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Each kind of KV cache: its blocks, what a token attends to, what is transferred, and why an engine goes whole."""
+"""Each kind of KV cache: its blocks, what a token attends to, and what is transferred."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from layerpush.compat.cache_layout import drafted_states
 from layerpush.compat.kinds import KINDS, CacheKinds, UnknownKindError, has_states, kind_of
 from layerpush.core.kv_kind import WHOLE_PROMPT
 
@@ -71,7 +72,6 @@ def test_a_kind_has_its_blocks_and_its_attention(spec: type[KVCacheSpec]) -> Non
     assert kind.first_attended(100) == case.attended
     assert tuple(kind.transfer_blocks([1, 2, 3])) == case.sent
     assert kind.is_state == case.is_state
-    assert kind.fallback is None
     assert (CacheKinds(config_of(case.spec)).never_gathered() is not None) == case.is_state
     assert has_states(config_of(case.spec)) == case.is_state
 
@@ -111,12 +111,19 @@ def test_a_state_belongs_to_every_token_and_a_block_to_its_own() -> None:
     assert kind_of(FullAttentionSpec(**HEADS)).blocks_between([5, 6, 7, 8], 20, 40) == [6, 7]
 
 
-def test_states_of_drafts_make_an_engine_push_whole_requests() -> None:
+def test_states_of_drafts_are_not_transferred() -> None:
     spec = MambaSpec(**STATE, num_speculative_blocks=2)
     assert kind_of(spec).transfer_blocks([1, 2, 3]) == [1]
     kinds = CacheKinds(config_of(FullAttentionSpec(**HEADS), spec))
-    assert kinds.fallback() == "the Mamba layers have a state for each draft token"
     assert kinds.transfer_tables([[4, 5], [1, 2, 3]]) == [[4, 5], [1]]
+
+
+@pytest.mark.parametrize(("speculative", "late"), [(None, set()), (object(), {"state"})])
+def test_states_follow_the_drafter(speculative: object | None, late: set[str]) -> None:
+    """vLLM may copy a state once it has sampled."""
+    specs = {"attention": FullAttentionSpec(**HEADS), "state": MambaSpec(**STATE)}
+    worker: Any = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=speculative), _layer_specs=specs)
+    assert drafted_states(worker) == late
 
 
 def test_groups_that_are_not_transferred_have_no_table() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 import msgspec
 
 from layerpush.compat import module_hooks
-from layerpush.compat.cache_layout import cache_layout, device_of
+from layerpush.compat.cache_layout import cache_layout, device_of, drafted_states
 from layerpush.compat.engine_settings import (
     captured_tokens,
     microbatch,
@@ -155,7 +155,7 @@ class LayerwisePushWorker(VllmPushWorker):
             wake_lazily=self._waker.wake_lazily,
             microbatches=microbatches(self.vllm_config),
             microbatch=microbatch,
-            drafted=module_hooks.drafted(self.vllm_config, kv_caches),
+            drafted=module_hooks.drafted(self.vllm_config, kv_caches) | drafted_states(self),
         )
         parts = kv_parts(self, layout) if fallback is None and config.verify else None
         self._verifies = None if parts is None else CHECKSUM

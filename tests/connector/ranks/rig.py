@@ -169,17 +169,19 @@ def state(topology: Topology, side: Side, page_bytes: int) -> MambaSpec:
     if "gdn" in topology.kind:
         backend = MambaAttentionBackendEnum.GDN_ATTN
         shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(
-            side.tp, num_k_heads=8, num_v_heads=8, head_k_dim=16, head_v_dim=8, conv_kernel_size=4
-        )
+            side.tp, num_k_heads=8, num_v_heads=8, head_k_dim=16, head_v_dim=8, conv_kernel_size=4,
+            num_spec=topology.drafts,
+        )  # fmt: skip
     else:
         backend = MambaAttentionBackendEnum.MAMBA2
         shapes = MambaStateShapeCalculator.mamba2_state_shape(
             side.tp, intermediate_size=64, n_groups=topology.groups, num_heads=8, head_dim=8, state_size=16,
-            conv_kernel=4,
+            conv_kernel=4, num_spec=topology.drafts,
         )  # fmt: skip
     dtype = getattr(torch, side.dtype)
     return MambaSpec(
-        block_size=MAX_TOKENS, shapes=shapes, dtypes=(dtype, dtype), page_size_padded=page_bytes, mamba_type=backend,
+        block_size=side.block_size if topology.caches else MAX_TOKENS, shapes=shapes, dtypes=(dtype, dtype),
+        page_size_padded=page_bytes, mamba_type=backend, mamba_cache_mode="align" if topology.caches else "none",
         num_speculative_blocks=topology.drafts,
     )  # fmt: skip
 
@@ -188,7 +190,7 @@ def state_parts(topology: Topology, side: Side, spec: MambaSpec) -> list[tuple[i
     """The bytes of each part of a rank's share of a state, and whether all ranks have the same ones.
 
     Mamba-2: inputs, B, C, the state; gated delta net: queries, keys, values, the state. The convolution has three
-    columns of each of the first three.
+    columns of each of the first three, and one more for each draft.
     """
     dtype = getattr(torch, side.dtype)
     is_gdn = "gdn" in topology.kind
@@ -197,7 +199,8 @@ def state_parts(topology: Topology, side: Side, spec: MambaSpec) -> list[tuple[i
     inputs = spec.shapes[0][0] - 2 * width // side.tp
     others = [(width // side.tp, same)] * 2
     convolved = [*others, (inputs, False)] if is_gdn else [(inputs, False), *others]
-    parts = [(3 * channels, is_same) for channels, is_same in convolved] + [(math.prod(spec.shapes[1]), False)]
+    columns = 3 + topology.drafts
+    parts = [(columns * channels, is_same) for channels, is_same in convolved] + [(math.prod(spec.shapes[1]), False)]
     return [(count * dtype.itemsize, is_same) for count, is_same in parts]
 
 
@@ -267,7 +270,7 @@ class Rank:
             }
             self._latents = {name for name, spec in specs if isinstance(spec, MLAAttentionSpec)}
             sizes = [
-                MAX_TOKENS if self._states.keys() >= set(group.layer_names) else worker.block_size
+                group.kv_cache_spec.block_size if self._states.keys() >= set(group.layer_names) else worker.block_size
                 for group in self._groups
             ]
             tensors = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout[side.layout], sizes)
@@ -279,7 +282,8 @@ class Rank:
                 name: in_memory(tensor.view(torch.uint8), self.memory, 1 if name in self._states else parts)
                 for name, tensor in tensors.items()
             }
-            self.runner = V1Runner(self.connector, mine, tensors, drafted=tensors.keys() & {DRAFTED})
+            late = {DRAFTED, *self._states} if topology.drafts else {DRAFTED}  # vLLM may copy states last of all
+            self.runner = V1Runner(self.connector, mine, tensors, drafted=tensors.keys() & late)
         self.totals = None if side.stock else Totals(worker.pushes._services.meter)
         self._checked = Recorder()
         if not side.stock and worker.loads._checks is not None:
@@ -360,6 +364,8 @@ class Engine:
         target, drafter = model(folder, topology.kind, topology.heads), {}
         if topology.drafter is not None:
             drafter = {"method": "eagle", "model": str(draft_model(target)), "num_speculative_tokens": DRAFT_TOKENS}
+        elif topology.drafts:
+            drafter = {"method": "ngram", "num_speculative_tokens": topology.drafts, "prompt_lookup_max": 2}
         self.config = config = config_of(
             target,
             role,
@@ -374,14 +380,15 @@ class Engine:
             disable_hybrid_kv_cache_manager=False,
             async_scheduling=False,
             speculative_config=drafter or None,
+            attention_backend="CPU_MLA" if topology.has_latents else None,  # not AMX_MLA, whose blocks are larger
         )
         config.cache_config.block_size = side.block_size  # vLLM's CPU platform would change MLA's
         config.attention_config.backend = AttentionBackendEnum.CPU_MLA  # AMX_MLA takes multiples of 32 only
         config.cache_config.enable_prefix_caching = topology.caches
+        config.cache_config.mamba_cache_mode = "align" if topology.caches else "none"
         config.cache_config.kv_cache_layout = side.layout
         config.scheduler_config.max_num_batched_tokens = CHUNK if self.is_p else MAX_TOKENS
         config.scheduler_config.enable_chunked_prefill = True
-            attention_backend="CPU_MLA" if topology.has_latents else None,  # not AMX_MLA, whose blocks are larger
         specs = layer_specs(topology, side)
         config.parallel_config.prefill_context_parallel_size = side.pcp  # vLLM's CPU platform has none
         config.parallel_config.world_size *= side.pcp

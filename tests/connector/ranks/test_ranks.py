@@ -17,7 +17,7 @@ from layerpush.core.write import Write
 from layerpush.transport.base import DescriptorIds
 from layerpush.transport.link import DirectPlanner, Link
 from tests.connector.conftest import LISTENER, RETRY
-from tests.connector.ranks.topology import Case, Side, Topology, cases
+from tests.connector.ranks.topology import DRAFT_TOKENS, Case, Side, Topology, cases
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +80,13 @@ def test_any_pair_of_engines_is_right_or_refused(folder: Path, data: st.DataObje
     if kind == "mla-gdn":  # a state does not fit into a smaller block of latents
         p, d = (replace(side, block_size=max(64, side.block_size)) for side in (p, d))
     tokens = data.draw(st.integers(1, 300))
-    has_states = kind in ("states", "gdn", "mla-gdn")
-    cached = 0 if has_states else data.draw(st.integers(0, tokens - 1))
-    heads, drafts = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.sampled_from([0, 0, 2])) if has_states else 0
-    drafter = None if has_states else data.draw(st.sampled_from([None, None, "heads", "latents"]))
-    if drafter == "latents" and kind not in ("mla", "indexer"):
+    cached, heads = data.draw(st.integers(0, tokens - 1)), data.draw(st.sampled_from([2, 4, 8]))
+    drafter = data.draw(st.sampled_from([None, None, "heads", "latents"]))
+    if drafter == "latents" and kind not in ("mla", "indexer", "mla-gdn"):
         drafter = "heads"
+    drafts = 0
+    if kind in ("states", "gdn", "mla-gdn"):
+        drafts = DRAFT_TOKENS if drafter else data.draw(st.sampled_from([0, DRAFT_TOKENS]))
     topology = Topology(kind, p, d, heads, tokens, cached, drafts=drafts, drafter=drafter)
     result = run(topology, folder)
     assert result.differing == []
