@@ -73,6 +73,15 @@ class VllmPushScheduler(NixlPushConnectorScheduler, ABC):
         ]
         return StagedRegistration(message, registered)
 
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """``get_num_new_matched_tokens``; vLLM's finds no tokens of a prompt that is given as embeddings."""
+        if request.prompt_token_ids is not None or not lacks_registration(request):
+            found: tuple[int, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+            return found
+        whole, backoff = request.num_prompt_tokens, self._prefill_backoff()
+        tokens = (whole - backoff if whole > backoff else whole) - num_computed_tokens
+        return (tokens, True) if tokens > 0 else (0, False)
+
     def forget_receive(self, request: Request) -> None:
         """A request will not be registered: send P no heartbeats for it."""
         request.kv_transfer_params["do_remote_prefill"] = False
@@ -114,12 +123,13 @@ class VllmPushScheduler(NixlPushConnectorScheduler, ABC):
 
     def prompt_digest(self, request: Request) -> str | None:
         """A digest, 32 hexadecimal digits, equal on P and D for equal prompts: their tokens, embeddings, adapter and
-        inputs of other kinds. None if P and D cannot compare them.
+        inputs of other kinds. None if P and D cannot compare them: without a prefix cache and a cache of processed
+        inputs, vLLM numbers inputs and hashes none.
 
         P may have dropped the last tokens, which it leaves to D: the digest counts them, and leaves out their ids.
         """
         tokens, embeddings, backoff = request.prompt_token_ids or [], request.prompt_embeds, self._prefill_backoff()
-        if embeddings is not None and backoff:
+        if (embeddings is not None and backoff) or (request.mm_features and not self._hashes_inputs):
             return None
         dropped = backoff if (request.kv_transfer_params or {}).get("_p_side_truncated") else 0
         whole = len(tokens) + dropped
@@ -134,6 +144,12 @@ class VllmPushScheduler(NixlPushConnectorScheduler, ABC):
         for name in (adapter, *(feature.identifier for feature in request.mm_features)):
             digest.update(b"\0" + name.encode())
         return digest.hexdigest()
+
+    @property
+    def _hashes_inputs(self) -> bool:
+        multimodal = self.vllm_config.model_config.multimodal_config
+        hashed = multimodal is None or multimodal.mm_processor_cache_gb > 0
+        return bool(hashed or self.vllm_config.cache_config.enable_prefix_caching)
 
 
 def lacks_registration(request: Any) -> bool:

@@ -602,7 +602,7 @@ def test_d_declines_the_push_of_a_request_aborted_in_the_queue(decode: Build) ->
 def test_the_digest_covers_all_that_a_prompt_is() -> None:
     """Tokens, embeddings, the places of embeddings among tokens, the adapter, images."""
     numbers = torch.arange(48, dtype=torch.bfloat16).reshape(6, 8)
-    scheduler: Any = SimpleNamespace(_prefill_backoff=lambda: 0)
+    scheduler: Any = SimpleNamespace(_prefill_backoff=lambda: 0, _hashes_inputs=True)
 
     def digest(backoff: int = 0, **changes: Any) -> str | None:
         prompt = {
@@ -628,10 +628,25 @@ def test_the_digest_covers_all_that_a_prompt_is() -> None:
         {"lora_request": SimpleNamespace(lora_name="a")},
         {"lora_request": SimpleNamespace(lora_name="b")},
         {"mm_features": [SimpleNamespace(identifier="image")]},
+        {"mm_features": [SimpleNamespace(identifier="another image")]},
     ]
     assert len({digest(**one) for one in prompts} - {None}) == len(prompts)
     assert digest(**prompts[3]) == digest(prompt_token_ids=None, prompt_embeds=(numbers + 1).clone())
     assert digest(backoff=1, prompt_embeds=numbers) is None, "P may have dropped the last of them"
+    scheduler._hashes_inputs = False
+    assert digest(**prompts[-1]) is None, "vLLM has numbered the images"
+    assert digest() is not None
+
+
+def test_vllm_hashes_inputs_for_a_cache_of_them(decode: Build) -> None:
+    """With neither cache, equal images have other names on P and D, and others may have the same."""
+    scheduler = decode().scheduler.connector.connector_scheduler
+    caches, model = scheduler.vllm_config.cache_config, scheduler.vllm_config.model_config
+    assert scheduler._hashes_inputs, "a model without other inputs"
+    for gigabytes, prefixes, hashes in ((0, True, True), (4, False, True), (0, False, False)):
+        model.multimodal_config = SimpleNamespace(mm_processor_cache_gb=gigabytes)
+        caches.enable_prefix_caching = prefixes
+        assert scheduler._hashes_inputs == hashes
 
 
 def counts(d: Decode, metric: Metric) -> list[int]:

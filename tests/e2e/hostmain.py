@@ -67,9 +67,13 @@ class HostedEngine:
             os.environ.pop("TORCH_COMPILE_DISABLE", None)  # vLLM reads it now; torch has read it
             torch._dynamo.config.disable = False
         self.adapter = LoRARequest("adapter", 1, f"{model}/{ADAPTER}") if options.get("enable_lora") else None
+        self.embeddings: torch.Tensor | None = None
         size = options.pop(SCHEDULER_BLOCK_SIZE, None)
         engine = EngineArgs(model=model, kv_transfer_config=config, **options).create_engine_config()
         engine.cache_config.block_size = size or engine.cache_config.block_size
+        if options.get("enable_prompt_embeds"):  # not the model's own
+            shape = engine.model_config.get_vocab_size(), engine.model_config.get_hidden_size()
+            self.embeddings = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         self.llm = LLMEngine.from_vllm_config(engine)
         self.scheduler = self.llm.engine_core.engine_core.scheduler
         self.watch: KvWatch | None = None
@@ -87,7 +91,7 @@ class HostedEngine:
 
     def add(self, requests: list[tuple[str, list[int], dict[str, Any] | None, int, dict[str, Any]]]) -> list[str]:
         """Add requests (id, token ids, kv_transfer_params, max_tokens, more sampling parameters); returns the engine's
-        own ids.
+        own ids. With ``enable_prompt_embeds`` each token is a row of random numbers.
         """
         for request_id, token_ids, params, max_tokens, more in requests:
             chosen: dict[str, Any] = {"temperature": 0, "ignore_eos": True, **more}
@@ -99,9 +103,10 @@ class HostedEngine:
             )
             if self._internal.get(request_id) in self.scheduler.requests:
                 self._ambiguous.add(request_id)  # the engine keeps them apart, its outputs do not
-            self._internal[request_id] = self.llm.add_request(
-                request_id, {"prompt_token_ids": token_ids}, sampling, lora_request=self.adapter
-            )
+            prompt: Any = {"prompt_token_ids": token_ids}
+            if self.embeddings is not None:
+                prompt = {"prompt_embeds": self.embeddings[token_ids]}
+            self._internal[request_id] = self.llm.add_request(request_id, prompt, sampling, lora_request=self.adapter)
         return [self._internal[request[0]] for request in requests]
 
     def run_freely(self, on: bool) -> None:

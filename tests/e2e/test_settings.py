@@ -21,6 +21,7 @@ SETTINGS: dict[str, tuple[tuple[str, Any], ...]] = {
     "priorities": (("scheduling_policy", "priority"),),
     "LoRA": (("enable_lora", True),),
     "n-grams": (("speculative_config", NGRAM),),
+    "embeddings": (("enable_prompt_embeds", True),),
 }
 
 

@@ -210,7 +210,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             return None, False
         self._prefix_hits.put_hit(request.request_id, num_computed_tokens)
         self._unplaced[request.request_id] = request
-        tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        tokens, loads = self.matched_tokens(request, num_computed_tokens)
         if loads and num_computed_tokens + tokens == request.num_tokens:
             tokens = max(0, self._kinds.tokens_to_load(request.num_tokens) - num_computed_tokens)
         return tokens, loads and tokens > 0
