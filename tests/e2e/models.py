@@ -62,6 +62,12 @@ CHANGES: dict[ModelName, dict[str, Any]] = {
         "topk_group": 1,
         "v_head_dim": 32,
     },
+    "mtp": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "model_type": "ernie4_5_moe",
+        "moe_layer_start_index": LAYERS,
+        "num_nextn_predict_layers": 1,
+    },
 }
 
 
@@ -94,6 +100,8 @@ class ModelShelf:
                 _build_adapter(path / ADAPTER, config)
             if name == "eagle":
                 _build_drafter(path / DRAFTER, llama / "model.safetensors", config)
+            if name == "mtp":
+                _build_mtp(path / "mtp.safetensors", llama / "model.safetensors")
         return path
 
 
@@ -106,16 +114,34 @@ def _rename_weights(source: pathlib.Path, target: pathlib.Path, old: str, new: s
 
 def _build_drafter(path: pathlib.Path, target: pathlib.Path, config: dict[str, Any]) -> None:
     """EAGLE: the model's first layer behind a matrix. It takes the model's embeddings and its head."""
-    import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
-    first, hidden = "model.layers.0.", config["hidden_size"]
-    layer = {name.removeprefix("model."): weight for name, weight in load_file(target).items() if first in name}
+    layer = _first_layer(target, "layers.0", "fc")
     del layer["layers.0.input_layernorm.weight"]
-    joined = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(0)) * hidden**-0.5
     path.mkdir()
-    save_file(layer | {"fc.weight": joined}, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(layer, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+
+
+def _build_mtp(path: pathlib.Path, target: pathlib.Path) -> None:
+    """Multi-token prediction as in ERNIE: the model's first layer behind two norms and a matrix."""
+    import torch
+    from safetensors.torch import save_file
+
+    layer = _first_layer(target, "model.mtp_block.0", "model.mtp_linear_proj.0")
+    norms = {f"model.mtp_{name}_norm.0.weight": torch.ones(SHAPE.hidden) for name in ("emb", "hidden")}
+    save_file(layer | norms, path, metadata={"format": "pt"})
+
+
+def _first_layer(target: pathlib.Path, layer: str, matrix: str) -> dict[str, Any]:
+    """The weights of the model's first layer, and of a matrix from two hidden states to one, under these names."""
+    import torch
+    from safetensors.torch import load_file
+
+    old, hidden = "model.layers.0.", SHAPE.hidden
+    found = {name.replace(old, f"{layer}."): weight for name, weight in load_file(target).items() if old in name}
+    joined = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(0)) * hidden**-0.5
+    return found | {f"{matrix}.weight": joined}
 
 
 def _build_adapter(path: pathlib.Path, config: dict[str, Any]) -> None:

@@ -14,17 +14,20 @@ from tests.e2e.models import DRAFTER
 DRAFTERS = {
     "eagle": {"method": "eagle", "model": f"$MODEL/{DRAFTER}", "num_speculative_tokens": 1},
     "draft model": {"method": "draft_model", "model": "$MODEL", "num_speculative_tokens": 1},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 1},
 }
 LENGTHS = (1, 33, 256, 700)
 """For the third, vLLM has one more block on P than the prompt needs: for the draft."""
 
 
-@pytest.mark.parametrize("drafter", ["eagle", pytest.param("draft model", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "drafter", ["eagle", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("draft model", "mtp"))]
+)
 def test_kv_of_a_drafter(fleet: Fleet, drafter: str) -> None:
-    options = (("speculative_config", json.dumps(DRAFTERS[drafter])),)
+    options, model = (("speculative_config", json.dumps(DRAFTERS[drafter])),), "mtp" if drafter == "mtp" else "eagle"
     p, d = fleet.get(
-        EngineSpec(f"P-{drafter}", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), options, "eagle"),
-        EngineSpec(f"D-{drafter}", "D", transfer(LAYERWISE), options, "eagle"),
+        EngineSpec(f"P-{drafter}", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), options, model),
+        EngineSpec(f"D-{drafter}", "D", transfer(LAYERWISE), options, model),
     )
     introduce(p, d)
     for host in (p, d):
