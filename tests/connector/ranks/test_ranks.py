@@ -180,6 +180,32 @@ def test_wrong_descriptors_are_seen(fault: str, folder: Path, monkeypatch: pytes
     assert run(Topology(), folder).differing != []
 
 
+def test_d_learns_of_the_rank_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of P's ranks sends some of the blocks. A WRITE of the second one ends with an error."""
+    from tests.connector.ranks import rig
+
+    agents: list[Any] = []
+    spoiled: set[int] = set()
+
+    class Failing(rig.Agent):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            agents.append(self)
+
+        def _counted(self, handle: Any, state: str) -> str:
+            state = super()._counted(handle, state)
+            if state != "DONE" or self is not agents[1] or len(spoiled | {id(handle)}) > 1:
+                return state
+            spoiled.add(id(handle))
+            return "ERR"
+
+    monkeypatch.setattr(rig, "Agent", Failing)
+    result = rig.run(Topology("mla", Side(tp=2)), folder)
+    assert (result.mode, result.differing) == ("refused", [])
+    assert result.sent[0] > 0
+    assert "a WRITE" in result.reason
+
+
 ROWS = Topology("mla", *[Side(block_size=16, layout="BLHNC")] * 2)
 
 
