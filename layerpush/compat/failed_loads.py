@@ -9,6 +9,7 @@ to the front of the other queue. If the scheduler is paused for new requests, it
 
 A load that gives its blocks to another request ends as a failed one (``engine.scheduler.postponed_loads``). Its request
 waits for blocks again, whatever ``kv_load_failure_policy`` is: ``Scheduler._handle_failed_recving`` does not see it.
+Nor does it see a prefill engine's load of an earlier turn: that request computes its prompt.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def postponing(plain: Callable[..., set[str]]) -> Callable[..., set[str]]:
 
     @functools.wraps(plain)
     def handle_failed(self: Scheduler, failed: set[str], *args: Any, **kwargs: Any) -> set[str]:
-        loads = [each.connector_scheduler.postponed for each, _ in our_connectors(self.connector)]
-        waits = {request_id for request_id in failed if any(each.is_asked(request_id) for each in loads)}
+        schedulers = [each.connector_scheduler for each, _ in our_connectors(self.connector)]
+        waits = {request_id for request_id in failed if any(each.goes_on_without(request_id) for each in schedulers)}
         for request_id in waits & self.requests.keys():
             if self.requests[request_id].status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self.requests[request_id].num_computed_tokens = 0

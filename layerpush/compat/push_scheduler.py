@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable
@@ -10,13 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
+from vllm.v1.request import RequestStatus
 from vllm.v1.utils import tensor_data
 
 from layerpush.compat.first_tokens import sampling_of
+from layerpush.compat.kinds import CacheKinds
 from layerpush.compat.nixl_connector import get_base_request_id
+from layerpush.compat.patches import VARIABLE, is_on
 from layerpush.core.first_token import Sampled
+from layerpush.core.prefixes import Prefixes
 from layerpush.core.request_names import named_prompts
-from layerpush.core.request_params import is_pushed, transfer_id
+from layerpush.core.request_params import PREFIXES, is_pushed, transfer_id
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -37,6 +42,9 @@ class StagedRegistration:
 
 class VllmPushScheduler(NixlPushConnectorScheduler, ABC):
     """Every method runs in the scheduler's thread."""
+
+    is_bidirectional_kv_xfer_enabled: Any = property(lambda _: False, lambda _, __: None)
+    """vLLM's own scheduler refuses to push with it. ``LayerPushConfig`` has the setting."""
 
     @abstractmethod
     def open_side_channel(self, host: str, port: int) -> Callable[..., None]:
@@ -100,6 +108,63 @@ class VllmPushScheduler(NixlPushConnectorScheduler, ABC):
         outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
         return outcome
 
+    def returns_refusal(self) -> str | None:
+        """The reason why this engine neither keeps turns nor loads them; None if there is none."""
+        if any(kind.is_state or kind.has_window for kind in CacheKinds(self.kv_cache_config).all):
+            return "the model has layers with windows or states"
+        if self.vllm_config.speculative_config is not None:
+            return "a drafter may not have seen the last tokens of an answer"
+        if self.use_host_buffer:
+            return "the KV cache is staged in a host buffer (kv_buffer_device=cpu)"
+        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            return "no engine can write to a stage of a pipeline"
+        return None if is_on("failed-loads") else f"{VARIABLE} leaves out failed-loads"
+
+    def prefixes_of(self, request: Request, tokens: int, stride: int) -> Prefixes | None:
+        """Digests of the request's first ``tokens`` tokens. None: there is more to its prompt than tokens."""
+        if request.prompt_embeds is not None or request.mm_features:
+            return None
+        adapter = request.lora_request.lora_name if request.lora_request else ""
+        return Prefixes.of(request.all_token_ids[:tokens], stride, adapter)
+
+    def stage_return(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+        """P's request loads ``tokens`` tokens from a decode engine: stage the registration as a decode engine does."""
+        params = request.kv_transfer_params
+        request.kv_transfer_params = {**params, "do_remote_prefill": True, "do_remote_decode": False}
+        try:
+            super().update_state_after_alloc(request, blocks, tokens)
+        finally:  # the workers get these params: they need no block ids, and a client may have sent anything
+            request.kv_transfer_params = {**params, "remote_block_ids": ()}
+
+    def keep_turn(self, request: Request, blocks: Any, tokens: int, shown: str) -> dict[str, Any]:
+        """D's request has ended: hold these ``blocks``, with the KV of its first ``tokens`` tokens, for vLLM's
+        ``decoder_kv_blocks_ttl``. Returns the params that its next turn brings to P, as vLLM's pull connector does.
+        """
+        request_id, parallel = request.request_id, self.vllm_config.parallel_config
+        self._reqs_in_batch.add(request_id)
+        self._reqs_need_send[request_id] = time.perf_counter() + float(self.decoder_kv_blocks_ttl)
+        self._newly_finished_push_blocks[request_id] = blocks
+        return {
+            "do_remote_prefill": False,
+            "do_remote_decode": True,
+            "remote_block_ids": blocks,
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": request_id,
+            "remote_host": self.side_channel_host,
+            "remote_port": self.side_channel_port,
+            "tp_size": self.transfer_tp_size,
+            "dcp_size": parallel.decode_context_parallel_size,
+            "pp_size": parallel.pipeline_parallel_size,
+            "remote_num_tokens": tokens,
+            "remote_blocks_expiry_time": self._reqs_need_send[request_id],
+            "transfer_mode": self._TRANSFER_MODE,
+            PREFIXES: shown,
+        }
+
+    def release_turn(self, request_id: str) -> None:
+        """End the time of a kept turn. A WRITE that reads it ends first."""
+        self._reqs_need_send[request_id] = time.perf_counter()
+
     def cancel_receive(self, request_id: str) -> None:
         """Drop a receive that was never registered: vLLM's workers would wait for it forever."""
         self._reqs_need_recv.pop(request_id, None)
@@ -150,6 +215,11 @@ class VllmPushScheduler(NixlPushConnectorScheduler, ABC):
         multimodal = self.vllm_config.model_config.multimodal_config
         hashed = multimodal is None or multimodal.mm_processor_cache_gb > 0
         return bool(hashed or self.vllm_config.cache_config.enable_prefix_caching)
+
+
+def has_answer(request: Any) -> bool:
+    """Whether a request that has ended has its whole answer."""
+    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 def lacks_registration(request: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import queue
 import time
 from abc import ABC, abstractmethod
@@ -109,6 +110,8 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         self._whole_writes = WholeWrites(network, acknowledged, self.transfer_stats)
         self._acknowledges = False
         self._whole_groups = False
+        self.turns: set[str] = set()
+        """Turns that this decode engine keeps, by request id. Main thread."""
         self.peers = Peers()
         self._keeps_facts = False
         self._handshake_errors = PeerErrors(logger)
@@ -264,6 +267,12 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
 
     def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
         self._leases.reap(self._reqs_to_send, time.perf_counter(), self.has_writes_in_flight, self.lease_expired)
+        now = time.perf_counter()
+        for request_id in [each for each in self.turns if self._reqs_to_send.get(each, math.inf) <= now]:
+            # vLLM would warn of it, and count it as KV that nobody has fetched in time.
+            del self._reqs_to_send[request_id]
+            self._reqs_to_process.discard(request_id)
+            done_sending.add(request_id)
         super()._reap_expired_send_leases(done_sending)
 
     def _engines_with_inflight_transfers(self) -> set[str]:

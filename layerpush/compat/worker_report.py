@@ -23,7 +23,15 @@ class AbortsPending:
     """Pushes of aborted requests of this prefill engine are not over."""
 
 
-Reported = LoadNews | PushWithdrawn | AbortsPending | Ended
+@dataclass(frozen=True, slots=True)
+class TurnEnded:
+    """A rank of this decode engine does not hold a kept turn any more."""
+
+    request_id: str
+    rank: int
+
+
+Reported = LoadNews | TurnEnded | PushWithdrawn | AbortsPending | Ended
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ MAX_STAGING_BYTES = 1 << 30
 OTHER_KEYS = frozenset(
     {
         "backends",
-        "bidirectional_kv_xfer",
         "decoder_kv_blocks_ttl",
         "enforce_handshake_compat",
         "engine_ttl",
@@ -125,6 +124,13 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=1, description="On P: seconds that one WRITE may take until P gives up its push."),
     ] = 60
+    bidirectional_kv_xfer: Annotated[
+        bool,
+        Meta(
+            description="D keeps the blocks of each answer for `decoder_kv_blocks_ttl` seconds. P loads them with the "
+            "conversation's next turn. Set it on P and on D."
+        ),
+    ] = False
     allowed_hosts: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)], ...] | None,
         Meta(

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from layerpush.core.prefixes import Prefixes
+
 _ANSWER = re.compile(r"^(\d+)_")
 _PROMPT = re.compile(r"^(?:\d+_)?(cmpl-.*)-(\d+)$")
 """vLLM adds numbers to a router's id: the choice's in front, and, for completions, the prompt's at the end."""
@@ -14,12 +16,13 @@ _PROMPT = re.compile(r"^(?:\d+_)?(cmpl-.*)-(\d+)$")
 @dataclass(frozen=True, slots=True)
 class Arrived:
     """A request that has come to a prefill engine: its router's ``transfer_id`` and the digest of its prompt, each None
-    if unknown.
+    if unknown. Or a turn that a decode engine keeps: then ``prefixes`` are those of its tokens.
     """
 
     request_id: str
     transfer_id: str | None = None
     prompt_digest: str | None = None
+    prefixes: Prefixes | None = None
 
 
 def answer_and_prompt(base: str) -> tuple[int | None, str]:

@@ -26,6 +26,10 @@ the number of the answer in front if there are several.
 TRANSFER = "transfer_id"
 """The key with which a router names one transfer to both engines."""
 
+PREFIXES = "remote_prefixes"
+"""The key with digests of the turn that D keeps, beside the keys of vLLM's pull connector."""
+_RETURNED = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")
+
 # Keys of D's request that vLLM reads. In some versions a bad value ends the engine or the front end.
 _SIZES = {"pp_size": MAX_PP_SIZE, "dcp_size": MAX_TP_SIZE}
 _FROM_P = "; the router copies it from P's response"
@@ -97,6 +101,23 @@ def transfer_id(params: Mapping[str, object]) -> str | None:
 def is_pushed(params: object) -> bool:
     """Whether this engine is to push the KV of a request with these ``kv_transfer_params``."""
     return isinstance(params, dict) and params.get("do_remote_decode") is True
+
+
+def is_returned(params: object, config: LayerPushConfig) -> bool:
+    """Whether a decode engine keeps the turn before, and this engine may load what it shares with this prompt.
+
+    Raises:
+        ParamsError: the turn is named by a bad value. This engine can compute the prompt all the same.
+    """
+    if not config.bidirectional_kv_xfer or not is_pushed(params) or not isinstance(params, Mapping):
+        return False
+    if not all(params.get(key) for key in _RETURNED):
+        return False
+    _check_source(params, config)
+    _check_integer("remote_num_tokens", params.get("remote_num_tokens") or 0, 0, MAX_CACHED_TOKENS)
+    if not isinstance(params.get(PREFIXES) or "", str):
+        _refuse(PREFIXES, f"is {_shown(params[PREFIXES])}, must be text")
+    return True
 
 
 def _check_mode(mode: object) -> None:

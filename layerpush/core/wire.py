@@ -103,6 +103,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
       asks for none.
     - ``verifies``: the name of a checksum. The worker takes a ``Completed`` with such checksums in the place of a
       completion.
+    - ``prefix_tokens``: the worker is a prefill worker, and asks for the first tokens of a turn that the receiver keeps
+      under the name ``prefill_request_id``. ``prompt_digest`` is the digest of these tokens. 0: it is none.
     """
 
     request_id: RequestId
@@ -122,6 +124,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     acknowledges: bool = False
     number: Count = 0
     verifies: Name | None = None
+    prefix_tokens: Count = 0
 
     @property
     def key(self) -> tuple[str, str]:
@@ -166,10 +169,13 @@ class _PeerMessage(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower)
 
 
 class Accepted(_PeerMessage, frozen=True):
-    """P has the registration and speaks our messages. ``first_token``: a ``FirstToken`` will follow."""
+    """P has the registration and speaks our messages. ``first_token``: a ``FirstToken`` will follow. ``prefix_tokens``
+    is the registration's: an engine that does not know this field could push another prompt.
+    """
 
     request_id: RequestId
     first_token: bool = False
+    prefix_tokens: Count = 0
 
 
 class FirstToken(_PeerMessage, frozen=True, omit_defaults=True):

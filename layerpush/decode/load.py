@@ -71,6 +71,8 @@ class Load:
         self._checks = checks
         self._severity = logging.WARNING
         self._completions: list[bytes] = []
+        self._know_prefixes: set[str] = set()
+        """Agents that have accepted the registration with its ``prefix_tokens``."""
 
     @property
     def open_agents(self) -> frozenset[str]:
@@ -94,6 +96,9 @@ class Load:
     ) -> None:
         """A message of one of the load's agents; ``payload`` is the notification that it came in."""
         match message:
+            case Completion() if self.registration.prefix_tokens and sender not in self._know_prefixes:
+                reason = "it does not know that a part of a turn is wanted"
+                self.handle(load_protocol.AgentFailed(sender, reason, drained=True), now)
             case Completion():
                 if sender in self.session.open_agents:
                     self._completions.append(payload)
@@ -108,6 +113,8 @@ class Load:
             case Cancelled():
                 self.handle(load_protocol.AgentCancelled(sender), now)
             case Accepted():
+                if message.prefix_tokens == self.registration.prefix_tokens:
+                    self._know_prefixes.add(sender)
                 self._record.t_accepted = self._record.t_accepted or now
                 if message.first_token and self.registration.sampling is not None:
                     self.handle(load_protocol.TokenPromised(sender), now)

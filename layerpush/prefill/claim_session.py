@@ -208,7 +208,8 @@ class Claim(Machine[State, Event, Action]):
         actions.append(protocol.Reply(message, self.answer, connect))
 
     def _accept(self, registration: Registration, actions: list[Action]) -> None:
-        self._tell(registration, Accepted(registration.request_id, registration.sampling is not None), actions)
+        has_token, prefix = registration.sampling is not None, registration.prefix_tokens
+        self._tell(registration, Accepted(registration.request_id, has_token, prefix), actions)
 
     def _tell(self, registration: Registration, answer: Answer, actions: list[Action]) -> None:
         if registration.layerpush:

@@ -60,6 +60,7 @@ id to two requests, and they may come in any order.
 NO_REQUEST = "no such request came to the prefill engine"
 SPARE_ANSWER = "the prefill engine has one answer to the prompt, and the decode engine's request wants several (n)"
 OTHER_PROMPT = "the prefill engine's request of this id has another prompt"
+NOT_KEPT = "the decode engine does not keep this turn"
 RESTARTED = "the decode engine was restarted after it had registered"
 
 
@@ -269,6 +270,9 @@ class Claims:
             return
         self._poll_at = now + POLL_EVERY_S
         self._time_out_older(self._unknown_timeout_s, lambda named: not self._is_here(named), NO_REQUEST, now)
+        self._time_out_older(
+            OTHER_PROMPT_S, lambda named: isinstance(named, Registration) and named.prefix_tokens > 0, NOT_KEPT, now
+        )
         prompts = {claim.key for prompt in self._prompts for claim in self._claims.waiting_with(prompt)}
         self._time_out_older(
             OTHER_PROMPT_S, lambda named: named.key in prompts and self._wants_other_prompt(named), OTHER_PROMPT, now
@@ -364,6 +368,11 @@ class Claims:
             self._pushes.register(prompt.request_id, registration)
         elif any(self._pairing.is_misnamed(registration, each) for each in waiting):
             self._refuse(claim, OTHER_PROMPT, now)
+        elif registration.prefix_tokens:
+            given = self._prompts.get(registration.prefill_request_id or "")
+            returned = given.state is PromptState.RUNNING and not self._pushes.is_waiting(given.request_id)
+            if returned or given.state is PromptState.ENDED:
+                self._refuse(claim, given.failure or NOT_KEPT, now)
         elif self._pairing.is_spare_answer(registration, self._prompts.begun_or_ended(keys)):
             self._refuse(claim, SPARE_ANSWER, now)
         elif registration.layerpush:

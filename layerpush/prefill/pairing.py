@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
+from layerpush.core.prefixes import Prefixes
 from layerpush.core.request_names import answer_and_prompt, is_one_of_several, place, stem
 from layerpush.core.wire import Decline, Registration
 
@@ -22,6 +23,8 @@ class Prompt(Protocol):
     request_id: str
     transfer_id: str | None
     prompt_digest: str | None
+    prefixes: Prefixes | None
+    """Not None: a turn that this engine keeps. Only a registration that asks for its first tokens may mean it."""
 
 
 P = TypeVar("P", bound=Prompt)
@@ -69,6 +72,8 @@ class Pairing:
 
     def is_named(self, named: Named, prompt: Prompt) -> bool:
         """Whether the registration's names agree with this request's, whatever their prompts are."""
+        if prompt.prefixes is not None or _prefix_tokens(named):
+            return prompt.request_id == named.prefill_request_id
         base, same = self.base(prompt.request_id), _same_transfer(named, prompt)
         if same is not None:
             return same and place(base) == place(self.base(named.request_id))
@@ -89,7 +94,11 @@ class Pairing:
         )
 
     def prompts_differ(self, named: Named, prompt: Prompt) -> bool:
-        """Whether the digests of both prompts are known, and are not equal."""
+        """Whether the digests of both prompts are known, and are not equal. A kept turn needs one."""
+        if prompt.prefixes is not None and isinstance(named, Registration):
+            return named.prompt_digest is None or named.prompt_digest != prompt.prefixes.digest(named.prefix_tokens)
+        if _prefix_tokens(named):
+            return True
         return prompt.prompt_digest is not None and named.prompt_digest not in (None, prompt.prompt_digest)
 
     def _is_prompt(self, named: Named, wanted: str, prompt: Prompt) -> bool:
@@ -112,6 +121,10 @@ class Pairing:
         """Whether these are ids of different prompts or answers of one client's request."""
         first, second = self.base(one), self.base(other)
         return first != second and stem(first) == stem(second)
+
+
+def _prefix_tokens(named: Named) -> int:
+    return named.prefix_tokens if isinstance(named, Registration) else 0
 
 
 def _same_transfer(named: Named, prompt: Prompt) -> bool | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from layerpush.core.bounded_index import BoundedIndex
+from layerpush.core.prefixes import Prefixes
 from layerpush.core.request_names import Arrived
 
 KEPT = 1 << 16
@@ -44,6 +45,7 @@ class PromptRequest:
     request_id: str
     transfer_id: str | None = None
     prompt_digest: str | None = None
+    prefixes: Prefixes | None = None
     state: PromptState = PromptState.QUEUED
     failure: str | None = None
     renewed: tuple[str, ...] = ()
@@ -75,7 +77,7 @@ class PromptRequests:
 
     def request_arrived(self, request: Arrived) -> PromptRequest:
         """The scheduler has this request."""
-        prompt = PromptRequest(request.request_id, request.transfer_id, request.prompt_digest)
+        prompt = PromptRequest(request.request_id, request.transfer_id, request.prompt_digest, request.prefixes)
         self._keep(self._live, prompt)
         return prompt
 
@@ -92,7 +94,8 @@ class PromptRequests:
 
     def request_ended(self, prompt: PromptRequest, failure: str | None, now: float) -> None:
         """A request is over."""
-        prompt.state, prompt.prompt_digest, prompt.failure = PromptState.ENDED, None, failure or prompt.failure
+        prompt.state, prompt.failure = PromptState.ENDED, failure or prompt.failure
+        prompt.prompt_digest = prompt.prefixes = None
         self._keep(self._ended, prompt, now)
 
     def rank_is_other(self, prompt: PromptRequest, failure: str, now: float) -> None:

@@ -148,6 +148,8 @@ class Push:
         self.blocks: BlockIds = ()
         self.tokens = 0
         """The blocks and the number of tokens of a prompt whose prefill has ended."""
+        self.is_turn = False
+        """Whether it is a turn that this decode engine keeps. Nobody need ask for it."""
         self.step = 0
         """The last step that computed a chunk of it."""
         self.dirty = True
@@ -198,7 +200,9 @@ class Push:
     @property
     def awaits_peer(self) -> bool:
         """Whether the push waits for a registration or a handshake."""
-        return self.is_unclaimed or self.session.state in (State.CONNECTING, State.WHOLE)
+        if self.is_unclaimed:
+            return not self.is_turn
+        return self.session.state in (State.CONNECTING, State.WHOLE)
 
     @property
     def is_unclaimed(self) -> bool:
@@ -259,9 +263,16 @@ class Push:
         record.chunks.append(ChunkRecord(first, end, at, chunk.cached))
 
     def register(self, registration: Registration) -> None:
-        """A decode engine asks for the request."""
+        """A decode engine asks for the request, or a prefill engine for the first tokens of a kept turn."""
+        if registration.prefix_tokens:
+            self._keep_first(registration.prefix_tokens)
         self.record.t_registered = time.perf_counter()
         self.handle(Registered(registration))
+
+    def _keep_first(self, tokens: int) -> None:
+        """Push only the first tokens, which fill as many whole blocks of each group."""
+        self.blocks = tuple(group[: len(group) * tokens // self.tokens] for group in self.blocks)
+        self.tokens = tokens
 
     def handshake_ended(self, error: str | None, _at: float) -> None:
         """The handshake that ``_connect`` began is over; ``error`` is the reason of its failure, or None."""
@@ -576,6 +587,8 @@ class Push:
         if record.outcome != "pending":
             return
         record.outcome, record.reason = self.session.outcome, self.session.failure
+        if self.is_turn and record.decode_request_id is None:
+            return
         self._services.meter.closed(record, self.exposed_s, self.transfer_s)
         if (record.mode == PushMode.WHOLE and not self.written.bytes) or record.decode_request_id is None:
             return  # vLLM counts its own WRITEs, and requests that no D has wanted

@@ -235,7 +235,10 @@ class Pushes:
     def _finished(self, done: RequestFinished) -> None:
         if self._step_events.is_void(done.request_id, done.step):
             return
-        push = self._pushes.get(done.request_id) or self._open(done.request_id, whole=True)
+        push = self._pushes.get(done.request_id)
+        if push is None:
+            push = self._open(done.request_id, whole=True, chosen=PushMode.WHOLE if done.is_turn else None)
+            push.is_turn = done.is_turn
         push.blocks, push.tokens, push.step = done.blocks, done.tokens, done.step
         push.finished_at = time.perf_counter()
         push.handle(Finished(done.sampled))
@@ -441,7 +444,7 @@ class Pushes:
     def computed(self) -> list[str]:
         """Requests whose prefill has ended and that no decode engine has registered. Any thread."""
         unclaimed = list(self._pushes.unclaimed.values())
-        return [push.request_id for push in unclaimed if push.state is State.WHOLE]
+        return [push.request_id for push in unclaimed if push.state is State.WHOLE and not push.is_turn]
 
     @property
     def has_registered_prompts(self) -> bool:
@@ -456,5 +459,5 @@ class Pushes:
         return request_id in self._pushes.unclaimed
 
     def waiting(self) -> list[str]:
-        """Requests that no decode engine has registered yet. Any thread."""
-        return list(self._pushes.unclaimed)
+        """Requests that no decode engine has registered yet. Kept turns do not wait for one. Any thread."""
+        return [push.request_id for push in list(self._pushes.unclaimed.values()) if not push.is_turn]

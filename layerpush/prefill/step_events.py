@@ -85,7 +85,7 @@ class RequestFinished:
     """The scheduler finished a request and holds its blocks for the push.
 
     ``computed`` is the last step that was armed for it, 0 if none was; ``step`` is the last that was armed at all.
-    Its prompt has ``tokens`` tokens.
+    Its prompt has ``tokens`` tokens. Or it is a turn that this decode engine keeps, with so many tokens.
     """
 
     computed: int
@@ -94,6 +94,7 @@ class RequestFinished:
     blocks: tuple[list[int], ...]
     sampled: Sampled | None
     tokens: int = 0
+    is_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +186,18 @@ class StepEvents:
         self._revoke(request_id, LeaseExpired())
 
     def finish(
-        self, request_id: str, blocks: tuple[list[int], ...], sampled: Sampled | None = None, tokens: int = 0
+        self,
+        request_id: str,
+        blocks: tuple[list[int], ...],
+        sampled: Sampled | None = None,
+        tokens: int = 0,
+        *,
+        is_turn: bool = False,
     ) -> None:
-        """The scheduler finished a request, with a prompt of so many ``tokens``. Main thread."""
+        """The scheduler finished a request, with so many ``tokens`` in its prompt, or in the turn. Main thread."""
         self._first_step.pop(request_id, None)
         computed = self._last_step.pop(request_id, 0)
-        done = RequestFinished(computed, self._step, request_id, blocks, sampled, tokens)
+        done = RequestFinished(computed, self._step, request_id, blocks, sampled, tokens, is_turn)
         if self.drafted and not computed:  # the device may still draft; nothing else says when it has
             self._put(done, self._wake)
             return

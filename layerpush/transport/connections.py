@@ -286,7 +286,7 @@ def _disagreement(found: Address | None, asked: Address) -> str | None:
     """The reason why a connection cannot be shared with this address; None if it can, or if there is none any more."""
     if found is None:
         return None
-    stages_agree = found.pp_size == asked.pp_size or not asked.notify_only  # registrations have no number of stages
+    stages_agree = found.pp_size == asked.pp_size or not asked.has_stages
     if found.tp_size == asked.tp_size and stages_agree:
         return None
     return (

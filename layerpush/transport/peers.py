@@ -32,7 +32,8 @@ class Address:
     """The address of an engine's side channel, and the number of the engine's ranks.
 
     ``notify_only``: we never write to its memory, so its descriptors are not prepared. That is no part of the address:
-    two addresses that differ only in it are equal.
+    two addresses that differ only in it are equal. Nor is ``has_stages``: the address is a prefill engine's, and names
+    the number of its stages.
     """
 
     engine_id: str
@@ -41,6 +42,7 @@ class Address:
     tp_size: int
     pp_size: int = 1
     notify_only: bool = field(default=False, compare=False)
+    has_stages: bool = field(default=False, compare=False)
 
 
 @dataclass(slots=True, eq=False)

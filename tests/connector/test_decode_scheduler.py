@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import torch
 
 from layerpush.compat.metadata import ABORTED, LoadCancelled, PushDeclined
 from layerpush.compat.push_scheduler import VllmPushScheduler
-from layerpush.compat.worker_report import WorkerReport
+from layerpush.compat.worker_report import TurnEnded, WorkerReport
 from layerpush.core.load_news import LoadCleared, LoadKept, LoadParked, LoadToken
 from layerpush.core.request_names import Arrived
 from layerpush.core.wire import PROTOCOL_VERSION
@@ -85,6 +86,8 @@ class Decode:
         self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK_SIZE)
         self.requests: dict[str, Any] = {}
         self.reasons: dict[str, str] = {}
+        self.answers: dict[str, Any] = {}
+        """The ``kv_transfer_params`` of each request that has finished."""
         self.metadata: Any = None
 
     @property
@@ -146,7 +149,17 @@ class Decode:
             for one in outputs.outputs:
                 if one.finish_reason is not None:
                     self.reasons[one.request_id] = str(one.finish_reason)
+                    self.answers[one.request_id] = one.kv_transfer_params
         return output
+
+    def answer(self, request_id: str, tokens: int = TOKENS) -> dict[str, Any]:
+        """A request is loaded and answered. Returns the params for the conversation's next turn."""
+        self.decode(request_id, tokens)
+        self.step()
+        self.step(request_id)
+        self.run(request_id)
+        params: dict[str, Any] = self.answers[request_id]
+        return params
 
     def run(self, request_id: str) -> None:
         for _ in range(10):
@@ -737,3 +750,221 @@ def test_d_asks_for_no_prefix_that_is_of_no_use(decode: Build, caching: bool, at
     d.decode("r")
     d.step()
     assert number_of(d) == 0
+
+
+# Conversations: D keeps an answered turn, and P loads what the next prompt shares with it.
+
+TURNS = {"bidirectional_kv_xfer": True}
+FULL = (TOKENS + 1) // BLOCK_SIZE
+"""Blocks of the turn that "r" is with its answer of two tokens: the last one has no KV."""
+
+
+def test_d_keeps_an_answered_turn_until_it_is_sent(decode: Build) -> None:
+    d = decode(TURNS)
+    params = d.answer("r")
+    d.step()
+    (kept,) = d.news(Arrived)
+    blocks = d.metadata.push_finished_blocks["r"]
+    assert (params["do_remote_decode"], params["do_remote_prefill"], params["remote_request_id"]) == (True, False, "r")
+    assert (params["remote_num_tokens"], params["remote_block_ids"]) == (FULL * BLOCK_SIZE, blocks)
+    assert params["remote_prefixes"] == kept.prefixes.shown
+    assert kept.prefixes.digest(FULL * BLOCK_SIZE) is not None
+    assert d.metadata.prompt_tokens["r"] == FULL * BLOCK_SIZE
+    assert [len(group) for group in blocks] == [FULL]
+    assert d.metadata.reqs_to_send["r"] - d.metadata.scheduler_clock == pytest.approx(480, abs=5)
+    assert "r" in d.metadata.reqs_in_batch
+    assert not d.scheduler.has_requests(), "an idle engine does not step while it keeps turns"
+    assert d.free_blocks == IDLE - FULL
+    d.step(report=WorkerReport([TurnEnded("r", 0)]))
+    assert d.free_blocks == IDLE
+
+
+@pytest.mark.parametrize("extra", [{}, {"bidirectional_kv_xfer": False}])
+def test_d_keeps_nothing_unless_it_is_asked_to(decode: Build, extra: dict[str, Any]) -> None:
+    d = decode(extra)
+    assert d.answer("r") is None
+    assert d.free_blocks == IDLE
+
+
+@pytest.mark.parametrize("why", ["aborted", "short", "one of several", "a window"])
+def test_d_keeps_no_other_turns(decode: Build, why: str) -> None:
+    d = decode(TURNS, attention="window" if why == "a window" else "full")
+    name = "0_r" if why == "one of several" else "r"
+    if why == "aborted":
+        d.decode(name)
+        d.step()
+        d.step(name)
+        d.abort(name)
+    else:
+        assert d.answer(name, BLOCK_SIZE - 2 if why == "short" else TOKENS) is None
+    d.step()
+    assert d.metadata.push_finished_blocks == {}
+    assert d.free_blocks == IDLE
+
+
+def test_kept_turns_give_way_to_requests(decode: Build) -> None:
+    """The oldest first, when less than an eighth of the blocks is free."""
+    d = decode(TURNS)
+    released: list[str] = []
+    plain, over = d.step, set[str]()
+
+    def step(*received: str) -> Any:
+        """The workers end the turns that give way."""
+        output = plain(*received, report=WorkerReport([TurnEnded(name, 0) for name in over]) if over else None)
+        until = d.metadata.reqs_to_send
+        over.clear()
+        over.update(name for name in until if until[name] <= d.metadata.scheduler_clock)
+        released.extend(over)
+        return output
+
+    d.step = step  # type: ignore[method-assign]
+    for number in range(6):
+        d.answer(f"r{number}")
+    step()
+    assert released == ["r0"]
+    d.add("large", list(OTHERS[: 15 * BLOCK_SIZE]))
+    d.run("large")
+    assert released == ["r0", "r1", "r2"]
+    assert d.reasons["large"] == "length"
+
+
+def returned(d: Decode) -> dict[str, Any]:
+    """The params of a turn of which D keeps six blocks: it ends with P's token, 7, twice."""
+    return d.answer("r")
+
+
+def turn_on_p(decode: Build, shared: int, policy: str = "fail", **changes: Any) -> tuple[Decode, Any]:
+    """A P with a prompt whose first ``shared`` tokens are those of a turn that a D keeps."""
+    params = returned(decode(TURNS)) | changes
+    p = decode(TURNS, role="kv_producer", policy=policy)
+    text = [*range(3, 3 + TOKENS), 7, 7]
+    return p, p.add("q", [*text[:shared], *OTHERS[: 300 - shared]], params, max_tokens=1)
+
+
+@pytest.mark.parametrize(("shared", "blocks"), [(TOKENS + 2, FULL), (TOKENS, FULL), (100, 3), (70, 2)])
+def test_p_registers_for_what_its_prompt_shares_with_the_turn(decode: Build, shared: int, blocks: int) -> None:
+    p, request = turn_on_p(decode, shared)
+    p.step()
+    (registration,) = p.metadata.push_registrations.values()
+    assert registration["prefix_tokens"] == blocks * BLOCK_SIZE
+    assert [len(group) for group in registration["local_block_ids"]] == [blocks]
+    assert (registration["request_id"], registration["prefill_request_id"]) == ("q", "r")
+    assert len(registration["prompt_digest"]) == 32
+    assert registration.get("transfer_id") is None
+    assert request.status.name == "WAITING_FOR_REMOTE_KVS"
+    assert "q" not in p.metadata.reqs_in_batch, "a completion would count as the end of the push to D"
+
+    p.step("q")
+    output = p.step()
+    assert output.num_scheduled_tokens["q"] == 300 - blocks * BLOCK_SIZE
+    assert "q" in p.metadata.reqs_in_batch
+    cached, computed = p.metadata.step_plan.chunks
+    assert (cached.cached, cached.end, cached.epoch) == (True, blocks * BLOCK_SIZE, computed.epoch)
+    assert (computed.start, computed.end) == (blocks * BLOCK_SIZE, 300)
+    assert p.reasons["q"] == "length"
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_p_computes_its_prompt_if_the_load_fails(decode: Build, policy: str) -> None:
+    """Whatever the policy is. Blocks that D may still write are parked."""
+    p, _ = turn_on_p(decode, TOKENS, policy)
+    p.step()
+    registered = p.registered()
+    p.step(report=WorkerReport([LoadParked("q", 0)]), failed=("q",))
+    assert p.step().num_scheduled_tokens["q"] == 300
+    assert not p.owned() & registered
+    p.run("q")
+    assert p.reasons["q"] == "length"
+    p.step(report=WorkerReport([LoadCleared("q", 0)]), sent=("q",))
+    assert p.free_blocks == IDLE
+
+
+def test_an_aborted_load_of_p_is_cancelled_and_its_blocks_stay(decode: Build) -> None:
+    p, _ = turn_on_p(decode, TOKENS)
+    p.step()
+    p.abort("q")
+    p.step()
+    assert p.cancelled == {"q": ABORTED}
+    assert p.free_blocks == IDLE - FULL
+    p.step(failed=("q",))
+    assert p.free_blocks == IDLE
+
+
+@pytest.mark.parametrize(
+    ("shared", "changes"),
+    [
+        (BLOCK_SIZE, {}),
+        (0, {}),
+        (TOKENS, {"remote_prefixes": "0" * 48}),
+        (TOKENS, {"remote_num_tokens": BLOCK_SIZE, "remote_prefixes": ""}),
+    ],
+    ids=["below kv_recompute_threshold", "another conversation", "forged digests", "a short turn"],
+)
+def test_a_turn_that_p_does_not_load_is_declined(decode: Build, shared: int, changes: dict[str, Any]) -> None:
+    p, _ = turn_on_p(decode, shared, **changes)
+    assert p.step().num_scheduled_tokens["q"] == 300
+    assert p.metadata.push_registrations == {}
+    assert [each.message.prefill_request_id for each in p.news(PushDeclined)] == ["r"]
+
+
+def test_without_digests_d_decides(decode: Build) -> None:
+    """A router may pass on only the keys of vLLM's pull connector."""
+    p, _ = turn_on_p(decode, 40, remote_prefixes="")
+    p.step()
+    (registration,) = p.metadata.push_registrations.values()
+    assert registration["prefix_tokens"] == FULL * BLOCK_SIZE
+
+
+def test_a_p_without_the_setting_ignores_the_turn(decode: Build) -> None:
+    params = returned(decode(TURNS))
+    p = decode({}, role="kv_producer")
+    p.add("q", list(OTHERS[:300]), params, max_tokens=1)
+    assert p.step().num_scheduled_tokens["q"] == 300
+    assert p.metadata.push_registrations == {}
+    assert p.news(PushDeclined) == []
+
+
+def test_an_engine_that_cannot_keep_turns_says_why(decode: Build, caplog: pytest.LogCaptureFixture) -> None:
+    decode(TURNS, attention="window")
+    assert "bidirectional_kv_xfer has no effect on this engine: the model has layers with windows or states" in (
+        caplog.text
+    )
+
+
+@pytest.mark.parametrize("ids", [True, 5, "x", {"a": 1}, [[1] * 1000]])
+def test_block_ids_of_a_client_stay_in_the_scheduler(decode: Build, ids: object) -> None:
+    """A worker takes their length."""
+    p, _ = turn_on_p(decode, TOKENS, remote_block_ids=ids)
+    p.step()
+    assert p.metadata.reqs_to_recv["q"].remote.block_ids == ()
+    assert p.registered()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"remote_port": "5600"}, {"transfer_mode": "pull"}, {"remote_prefixes": 7}, {"remote_num_tokens": None}]
+)
+def test_p_computes_its_prompt_if_a_turn_is_named_badly(decode: Build, changes: dict[str, Any]) -> None:
+    p, _ = turn_on_p(decode, TOKENS, **changes)
+    assert p.step().num_scheduled_tokens["q"] == 300
+    assert p.metadata.push_registrations == {}
+
+
+def test_p_waits_for_a_turn_half_a_minute_at_most(decode: Build) -> None:
+    p, _ = turn_on_p(decode, TOKENS)
+    p.step()
+    awaited = p.scheduler.connector.connector_scheduler.awaited
+    assert awaited.take_cancelled(time.perf_counter() + 29) == {}
+    assert awaited.take_cancelled(time.perf_counter() + 31) == {"q": "no push within 30 s"}
+
+
+def test_a_reset_ends_kept_turns(decode: Build) -> None:
+    d = decode(TURNS, caching=True)
+    d.answer("r")
+    d.step()
+    assert not d.scheduler.reset_prefix_cache(reset_connector=True)
+    assert d.scheduler.has_requests(), "the workers must end the turn"
+    d.step()
+    assert d.metadata.reqs_to_send["r"] <= d.metadata.scheduler_clock
+    d.step(report=WorkerReport([TurnEnded("r", 0)]))
+    assert not d.scheduler.has_requests()
+    assert d.scheduler.reset_prefix_cache(reset_connector=True)

@@ -188,3 +188,11 @@ def test_reports_of_ranks_are_joined() -> None:
     assert both == WorkerReport([LoadParked("a", 0), AbortsPending(), LoadParked("a", 1)])
     assert pickle.loads(pickle.dumps(both)) == both
     assert both, "vLLM drops a falsy report"
+
+
+def test_a_push_may_be_awaited_for_less(awaited: AwaitedPushes) -> None:
+    awaited.await_push("long", [1], 0.0)
+    awaited.await_push("short", [2], 1.0, 30.0)
+    assert awaited.take_cancelled(30.9) == {}
+    assert awaited.take_cancelled(31.0) == {"short": "no push within 30 s"}
+    assert awaited.take_cancelled(480.0) == {"long": "no push within 480 s (push_registration_timeout)"}

@@ -42,6 +42,7 @@ from tests.unit.both_sides.full import full_caches
 from tests.unit.both_sides.long import long_prompts
 from tests.unit.both_sides.mutants import MUTANTS, Mutant
 from tests.unit.both_sides.prefill import LEASE_S
+from tests.unit.both_sides.process import Turn
 from tests.unit.both_sides.storm import storm
 from tests.unit.both_sides.world import HOME_S, World
 
@@ -69,6 +70,7 @@ def ended(worlds: Iterable[World]) -> Totals:
         totals.tokens.update(world.tokens)
         totals.plans.update(world.plans)
         totals.rewinds += world.rewinds
+        totals.returned += world.returned
     assert totals.outcomes["loaded"] > STORMS // 2, "too few loads complete to prove anything"
     return totals
 
@@ -79,6 +81,7 @@ class Totals:
     tokens: Counter[str] = field(default_factory=Counter)
     plans: Counter[str] = field(default_factory=Counter)
     rewinds: int = 0
+    returned: int = 0
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -106,6 +109,29 @@ def test_storms_over_staging_memory_end_well(plan: str, part: int) -> None:
     plans = ended(storm(seed, packing={"plan": plan}) for seed in storms(part)).plans
     wanted = {"gather": ["gathered"], "mixed": ["direct", "gathered"]}[plan]
     assert all(plans[each] > STORMS // 4 for each in wanted), plans
+
+
+@pytest.mark.parametrize("kind", [{}, {"ordered": False}, {"equal_kv": True}], ids=str)
+def test_storms_with_kept_turns_end_well(kind: dict[str, Any]) -> None:
+    """A kept turn is pushed to whoever names it and has its first tokens, and to nobody else."""
+    totals = ended(storm(seed, turns=True, **kind) for seed in storms(0, 2 * STORMS))
+    assert totals.returned > STORMS // 4
+
+
+def test_nobody_waits_for_a_kept_turn() -> None:
+    """The writer need not ask for messages every millisecond, and no metric calls the turn unclaimed."""
+    world = World(turns=True)
+    try:
+        assert world.prefill is not None
+        world.prefill.keep(Turn("a", "turn", 8))
+        world.turn()
+        writer = world.prefill.ranks[0].writer
+        assert len(writer) == 1
+        assert not writer.awaits_message
+        assert writer.waiting() == writer.computed() == []
+        assert writer.is_waiting(world.turns[0][0])
+    finally:
+        world.close()
 
 
 @pytest.mark.parametrize("stripe", [1, replica.STRIPE])

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from layerpush.core.liveness import Verdict
+from layerpush.core.prefixes import Prefixes
 from layerpush.core.request_names import Arrived
 from layerpush.core.wire import (
     MAX_REASON_CHARS,
@@ -30,6 +31,7 @@ from layerpush.core.wire import (
 from layerpush.prefill import claim_table, decode_peers
 from layerpush.prefill.claim_table import WAITING, WAITING_S
 from layerpush.prefill.claims import (
+    NOT_KEPT,
     OTHER_PROMPT,
     OTHER_PROMPT_S,
     PROBES,
@@ -1781,3 +1783,107 @@ def test_a_stranger_takes_no_registration_back() -> None:
     world = full()
     world.claims.on_unregister("stranger", unregister(asks()), world.now)
     assert world.take_registration() is not None
+
+
+# Turns that a decode engine keeps: here it has P's part, and a prefill engine has D's.
+
+TURN = Prefixes.of(range(12), 4)
+KEPT = Arrived("a/old", prefixes=TURN)
+
+
+def asks_for_turn(tokens: int = 8, digest: str | None = TURN.digest(8), name: str | None = "a/old") -> Registration:
+    return msgspec.structs.replace(asks("a/new", prefill=name, digest=digest), prefix_tokens=tokens)
+
+
+def keeping() -> World:
+    """A world with the turn."""
+    world = World()
+    world.claims.requests_arrived([KEPT])
+    assert world.take_registration(KEPT.request_id) is None
+    world.writer.unclaimed.append(KEPT.request_id)
+    return world
+
+
+def test_a_kept_turn_is_found_by_its_whole_name_and_the_digest_of_its_first_tokens() -> None:
+    world = keeping()
+    world.receives(asks_for_turn())
+    assert world.pushes == {"a/old": "a/new"}
+
+
+def test_a_prefill_engine_may_ask_before_the_turn_is_known() -> None:
+    world = World()
+    world.receives(asks_for_turn())
+    world.claims.requests_arrived([KEPT])
+    assert world.take_registration("a/old") == asks_for_turn()
+
+
+@pytest.mark.parametrize(
+    "registration",
+    [
+        asks_for_turn(digest=TURN.digest(4)),
+        asks_for_turn(digest=None),
+        asks_for_turn(tokens=7, digest=None),
+        asks_for_turn(tokens=16, digest=TURN.digest(12)),
+        asks_for_turn(tokens=0),
+    ],
+)
+def test_other_tokens_are_refused_at_once(registration: Registration) -> None:
+    world = keeping()
+    world.receives(registration)
+    assert world.pushes == {}
+    assert world.received()[-1] == failure(OTHER_PROMPT, request_id="a/new", epoch=0)
+
+
+@pytest.mark.parametrize(
+    "registration", [asks("a/d"), asks("a/d", digest=TURN.digest(12)), asks("a/old"), asks("a/d", layerpush=0)]
+)
+def test_no_decode_engine_gets_a_kept_turn(registration: Registration) -> None:
+    world = keeping()
+    world.receives(registration)
+    assert world.pushes == {}
+
+
+def test_no_prompt_is_taken_for_a_kept_turn() -> None:
+    world = World("a/old", digests={"a/old": "one"})
+    for digest in ("one", TURN.digest(8)):
+        world.receives(msgspec.structs.replace(asks_for_turn(digest=digest), request_id=f"{digest}/new"))
+    assert world.pushes == {}
+
+
+@pytest.mark.parametrize(("failed", "reason"), [(None, NOT_KEPT), ("its lease ran out", "its lease ran out")])
+def test_a_turn_that_is_over_is_refused_at_once(failed: str | None, reason: str) -> None:
+    world = keeping()
+    world.writer.unclaimed.remove("a/old")
+    world.ends("a/old", failed)
+    world.receives(asks_for_turn())
+    (_, answer) = world.received()
+    assert isinstance(answer, Fail)
+    assert reason in answer.reason
+
+
+def test_a_turn_that_another_gets_is_refused_at_once() -> None:
+    world = keeping()
+    world.receives(asks_for_turn())
+    world.received()
+    world.receives(msgspec.structs.replace(asks_for_turn(), request_id="b/new"))
+    assert world.received()[-1] == failure(NOT_KEPT, request_id="b/new", epoch=0)
+
+
+def test_an_unknown_turn_is_refused_soon() -> None:
+    """The engine was restarted, or kept it long ago."""
+    world = World()
+    world.receives(asks_for_turn())
+    assert world.received() == [Accepted("a/new", prefix_tokens=8)]
+    world.tick(OTHER_PROMPT_S - 0.1)
+    assert world.received() == []
+    world.tick(1.1)
+    assert world.received() == [failure(NOT_KEPT, request_id="a/new", epoch=0)]
+    assert world.claims.pending == 0
+
+
+def test_a_declined_turn_is_dropped() -> None:
+    world = keeping()
+    world.writer.finished.add("a/old")
+    world.claims.on_decline(Decline("a/new", "D", "a/old"), world.now)
+    world.claims.on_decline(Decline("a/new", "E", "a/other"), world.now)
+    assert world.writer.declined == ["a/old"]

@@ -24,6 +24,7 @@ OWN_KEYS = {
     "unknown_request_timeout_s",
     "verify",
     "write_timeout_s",
+    "bidirectional_kv_xfer",
     "allowed_hosts",
 }
 HOSTS = "list of host names, IP addresses and networks or null"
@@ -43,6 +44,7 @@ def test_every_key_is_accepted() -> None:
         "unknown_request_timeout_s": 1,
         "verify": 0.5,
         "write_timeout_s": 600,
+        "bidirectional_kv_xfer": True,
         "allowed_hosts": ["Prefill-0.cluster.local", "10.0.0.7", "10.0.0.0/8", "fd00::/8", "[::1]"],
     }
     assert set(extra) == OWN_KEYS
@@ -184,7 +186,7 @@ def test_upstream_keys_match_the_keys_of_vllms_nixl_connectors() -> None:
     """A missing key would make us refuse an option of vLLM's."""
     folder = package("vllm") / "distributed/kv_transfer/kv_connector/v1/nixl"
     read = {key for file in folder.glob("*.py") for key in _keys_read(file)}
-    assert read == OTHER_KEYS
+    assert read == OTHER_KEYS | {"bidirectional_kv_xfer"}
 
 
 def _keys_read(file: Path) -> set[str]:

@@ -283,7 +283,7 @@ def test_the_address_of_a_failed_handshake_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("when", ["connected", "connecting"])
-@pytest.mark.parametrize("other", [{"tp_size": 1}, {"tp_size": 2, "pp_size": 2, "notify_only": True}])
+@pytest.mark.parametrize("other", [{"tp_size": 1}, {"tp_size": 2, "pp_size": 2, "has_stages": True}])
 def test_a_request_with_other_rank_counts_is_refused(when: str, other: dict[str, int]) -> None:
     """A load needs one completion of each rank."""
     fakes, outcomes, mistaken = FakePeers(), Outcomes(), Outcomes()

@@ -1167,3 +1167,26 @@ def test_a_rank_that_has_all_of_the_kv_says_nothing_of_a_prefix() -> None:
     assert world.engine.reports == [("loaded", "whole")]
     world.loads.refuse("refused", "it is of no use", world.now)
     assert world.engine.kept == [("refused", 0)]
+
+
+@pytest.mark.parametrize("answer", [None, Accepted("r"), Accepted("r", prefix_tokens=16)])
+def test_an_engine_that_does_not_know_prefix_tokens_completes_no_return(answer: Accepted | None) -> None:
+    """A stock engine pushes the request that has the same base id, or an older one the whole prompt."""
+    world = World()
+    world.engine.known.add("r")
+    world.loads.register(replace(registration("r"), prefix_tokens=32), P, EXTRA, world.now)
+    world.settle()
+    if answer is not None:
+        world.receives(answer)
+    world.receives(Completion("r", 1))
+    assert world.reports == ["failed"]
+
+
+def test_an_engine_that_knows_prefix_tokens_completes_a_return() -> None:
+    world = World()
+    world.engine.known.add("r")
+    world.loads.register(replace(registration("r"), prefix_tokens=32), P, EXTRA, world.now)
+    world.settle()
+    world.receives(Accepted("r", prefix_tokens=32))
+    world.receives(Completion("r", 1))
+    assert world.reports == ["loaded"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerpush.core.config import LayerPushConfig
-from layerpush.core.request_params import KvRole, ParamsError, check_params, chosen_mode
+from layerpush.core.request_params import KvRole, ParamsError, check_params, chosen_mode, is_returned
 
 PLAIN = LayerPushConfig()
 TO_P = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -173,6 +173,40 @@ def test_a_host_outside_allowed_hosts_is_refused() -> None:
     check_params(TO_P | {"remote_host": "169.254.169.254"}, "kv_both", config)  # P does not connect to it
 
 
+TURNS = LayerPushConfig(bidirectional_kv_xfer=True, allowed_hosts=("127.0.0.1",))
+RETURNED = TO_D | TO_P | {"remote_prefixes": "0123abcd"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"remote_host": "10.0.0.1"}, "'remote_host' is '10.0.0.1' (str), which is not in this engine's allowed_hosts"),
+        ({"remote_port": 70000}, "'remote_port' is 70000 (int)"),
+        ({"remote_num_tokens": -1}, "'remote_num_tokens' is -1 (int)"),
+        ({"remote_prefixes": 7}, "'remote_prefixes' is 7 (int), must be text"),
+        ({"transfer_mode": "pull"}, "'transfer_mode' is 'pull'"),
+    ],
+)
+def test_a_turn_with_a_bad_name_or_place_is_not_loaded(changes: dict[str, object], says: str) -> None:
+    """The request itself is good: P can compute its prompt."""
+    with pytest.raises(ParamsError) as refused:
+        is_returned(RETURNED | changes, TURNS)
+    assert says in str(refused.value)
+    check_params(RETURNED | changes, "kv_producer", TURNS)
+
+
+def test_a_kept_turn_needs_a_name_and_a_place() -> None:
+    assert is_returned(RETURNED, TURNS)
+    assert not is_returned(RETURNED, PLAIN)
+    assert not is_returned(TO_P, TURNS)
+    assert not is_returned(RETURNED | {"do_remote_decode": False}, TURNS)
+    assert is_returned(RETURNED | {"remote_num_tokens": None, "remote_prefixes": None}, TURNS)
+    check_params(RETURNED, "kv_producer", TURNS)
+    for key in ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"):
+        assert not is_returned(RETURNED | {key: None}, TURNS)
+        check_params(RETURNED | {key: None}, "kv_producer", TURNS)
+
+
 class Unprintable:
     def __repr__(self) -> str:
         raise RuntimeError
@@ -191,6 +225,7 @@ CHANGES = st.dictionaries(st.sampled_from([*TO_D, "_p_side_truncated", "layerpus
 def test_any_params_pass_or_are_refused_in_one_short_line(params: Any) -> None:
     try:
         check_params(params, "kv_both", PLAIN)
+        is_returned(params, LayerPushConfig(bidirectional_kv_xfer=True))
     except ParamsError as error:
         text = str(error)
         assert len(text) < 500

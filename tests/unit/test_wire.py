@@ -61,7 +61,7 @@ STOCK = {
 }
 """A stock decode worker's registration."""
 BETWEEN_US: list[tuple[PeerMessage, dict[str, Any]]] = [
-    (Accepted("r:1", True), {"request_id": "r:1", "first_token": True}),
+    (Accepted("r:1", True, 32), {"request_id": "r:1", "first_token": True, "prefix_tokens": 32}),
     (FirstToken("r", 2**31 - 1), {"request_id": "r", "token": 2**31 - 1}),
     (FirstToken("r", None, ("top_p",)), {"request_id": "r", "token": None, "other": ["top_p"]}),
     (

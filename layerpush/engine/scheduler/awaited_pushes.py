@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,8 +21,8 @@ class AwaitedPushes:
     def __init__(self, timeout_s: float, pool: BlockPool) -> None:
         self._timeout_s = timeout_s
         self.block_holds = BlockHolds(pool)
-        self._deadlines: dict[str, float] = {}
-        """By request id; only of loads that are not cancelled. In the order of the deadlines."""
+        self._deadlines: dict[str, tuple[float, float]] = {}
+        """By request id; only of loads that are not cancelled. Each with its timeout."""
         self._ending: set[str] = set()
         self._cancelled: dict[str, str] = {}
 
@@ -33,12 +34,12 @@ class AwaitedPushes:
         """Whether the engine must go on stepping, so that workers can report, although it may have no request left."""
         return bool(self._ending or self.block_holds.parked_requests)
 
-    def await_push(self, request_id: str, blocks: Sequence[Any], now: float) -> None:
-        """A push is awaited into these blocks."""
+    def await_push(self, request_id: str, blocks: Sequence[Any], now: float, most_s: float = math.inf) -> None:
+        """A push is awaited into these blocks, for ``most_s`` seconds at most."""
+        timeout_s = min(self._timeout_s, most_s)
         self.block_holds.hold(request_id, blocks)
         self._ending.discard(request_id)
-        self._deadlines.pop(request_id, None)
-        self._deadlines[request_id] = now + self._timeout_s
+        self._deadlines[request_id] = now + timeout_s, timeout_s
 
     def request_finished(self, request_id: str) -> None:
         """The engine has finished the request, in any state."""
@@ -47,13 +48,10 @@ class AwaitedPushes:
 
     def take_cancelled(self, now: float) -> dict[str, str]:
         """The loads to cancel, by request id, each with its reason. Each cancellation is returned once."""
-        overdue = []
-        for request_id, deadline in self._deadlines.items():
-            if deadline > now:
-                break
-            overdue.append(request_id)
-        for request_id in overdue:
-            self._cancel(request_id, f"no push within {self._timeout_s:g} s (push_registration_timeout)")
+        overdue = {each: timeout_s for each, (deadline, timeout_s) in self._deadlines.items() if deadline <= now}
+        for request_id, timeout_s in overdue.items():
+            key = " (push_registration_timeout)" if timeout_s == self._timeout_s else ""
+            self._cancel(request_id, f"no push within {timeout_s:g} s{key}")
         taken, self._cancelled = self._cancelled, {}
         return taken
 

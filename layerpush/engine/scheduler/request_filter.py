@@ -34,3 +34,8 @@ class RequestFilter:
             text = f"request {request.request_id[:SHOWN_ID_CHARS]} runs without a KV transfer: {error}"
             self.peer_errors.count("bad kv_transfer_params", text, now)
             request.kv_transfer_params = None
+
+    def loads_nothing(self, request: Any, error: ParamsError, now: float) -> None:
+        """The turn that a request of P brings is named by bad params: P computes the prompt."""
+        text = f"request {request.request_id[:SHOWN_ID_CHARS]} loads no turn: {error}"
+        self.peer_errors.count("bad kv_transfer_params", text, now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,11 +27,12 @@ from layerpush.compat.nixl_connector import NixlConnectorMetadata
 from layerpush.compat.push_scheduler import (
     StagedRegistration,
     VllmPushScheduler,
+    has_answer,
     lacks_registration,
     name_prefill_request,
 )
 from layerpush.compat.spans import traces_requests
-from layerpush.compat.worker_report import AbortsPending, PushWithdrawn, Reported, WorkerReport
+from layerpush.compat.worker_report import AbortsPending, PushWithdrawn, Reported, TurnEnded, WorkerReport
 from layerpush.core.config import ConfigError, LayerPushConfig
 from layerpush.core.first_token import Sampled
 from layerpush.core.load_news import (
@@ -42,14 +44,16 @@ from layerpush.core.load_news import (
     LoadToken,
     LoadUnregistered,
 )
+from layerpush.core.prefixes import LEAST_STRIDE, SHOWN_CHARS
 from layerpush.core.push_mode import PushMode
-from layerpush.core.request_names import Arrived
-from layerpush.core.request_params import chosen_mode, is_pushed, transfer_id
+from layerpush.core.request_names import Arrived, is_one_of_several
+from layerpush.core.request_params import PREFIXES, ParamsError, chosen_mode, is_pushed, is_returned, transfer_id
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.wire import PROTOCOL_VERSION, Decline
 from layerpush.engine.metric_sources import watch_peer_errors
 from layerpush.engine.scheduler.awaited_pushes import AwaitedPushes
 from layerpush.engine.scheduler.hand_overs import HandOvers
+from layerpush.engine.scheduler.kept_turns import KeptTurns
 from layerpush.engine.scheduler.last_window import LastWindows
 from layerpush.engine.scheduler.postponed_loads import PostponedLoads
 from layerpush.engine.scheduler.prefix_hits import PrefixHits, Tables
@@ -81,6 +85,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from layerpush.telemetry.metrics.metric_delta import MetricDelta
+
+RETURN_S = 30.0
+"""So long P waits for a turn: it could compute the prompt."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -127,6 +134,12 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._attempts: dict[str, int] = {}
         self._answered: set[str] = set()
         """P's requests that the front end has answered early."""
+        self._returns: dict[str, tuple[int, str] | None] = {}
+        """By request id, what a prompt shares with the turn that it brings: see ``_returned``."""
+        self._returning: dict[str, int] = {}
+        """P's requests whose load is under way, and the tokens that are there when it is over."""
+        self._cleared: set[str] = set()
+        """Kept turns that end because the cache is reset."""
         self._withdrawn: set[str] = set()
         self._answers_early = config.answer_early and patches.is_on("early-answers")
         self._workers_settle_until, self._step_is_due = 0.0, False
@@ -134,26 +147,33 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._request_filter = RequestFilter(vllm_config.kv_transfer_config.kv_role, config)
         self.metrics = Reporter("scheduler")
         watch_peer_errors(self.metrics, self._request_filter.peer_errors)
-        self.receives: bool = vllm_config.kv_transfer_config.is_kv_consumer
+        consumes = vllm_config.kv_transfer_config.is_kv_consumer
         self._sends = vllm_config.kv_transfer_config.is_kv_producer
+        refusal = self.returns_refusal() if config.bidirectional_kv_xfer else ""
+        if refusal:
+            logger.warning("layerpush: bidirectional_kv_xfer has no effect on this engine: %s", refusal)
+        self._takes_turns, self._keeps_turns = refusal is None and self._sends, refusal is None and consumes
+        self.receives: bool = consumes or self._takes_turns
+        """Whether the engine loads KV."""
         self._postpones = patches.is_on("failed-loads")
-        if self.receives and not self._postpones and vllm_config.kv_transfer_config.kv_load_failure_policy != "fail":
+        if consumes and not self._postpones and vllm_config.kv_transfer_config.kv_load_failure_policy != "fail":
             raise ConfigError(
                 f"environment variable {patches.VARIABLE} leaves out failed-loads, but a decode engine needs it with "
                 'kv_load_failure_policy "recompute": a request whose load fails could block all others for ever. '
                 'Set kv_load_failure_policy to "fail", or leave failed-loads in'
             )
-        self._trace = TraceFile(config.trace_dir if self.receives else None, engine_id, SCHEDULER_RANK)
+        self._trace = TraceFile(config.trace_dir if consumes else None, engine_id, SCHEDULER_RANK)
         self.metrics.total(DROPPED_RECORDS, lambda: {"trace": self._trace.dropped})
         ranks = vllm_config.parallel_config.world_size // vllm_config.parallel_config.prefill_context_parallel_size
+        self._ranks = ranks
         self.postponed = PostponedLoads(ranks)
         self._ended = EndedCounts(ranks, self.metrics.recorder)  # one rank of a prefill context parallel group pushes
         self._hand_overs = HandOvers(engine_id, self.metrics.recorder, self._trace.write_record)
         self._pushes_by_layer = engine_fallback(self) is None
-        self.first_tokens = self._first_tokens(vllm_config)
+        self.first_tokens = self._first_tokens(vllm_config) if consumes else None
 
     def _first_tokens(self, vllm_config: VllmConfig) -> FirstTokens | None:
-        if self._config.first_token == "decode" or not self.receives or not patches.is_on("first-tokens"):
+        if self._config.first_token == "decode" or not patches.is_on("first-tokens"):
             return None
         refusal = first_tokens.engine_refusal(vllm_config, self.prefill_backoff)
         if refusal is not None:
@@ -174,6 +194,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         """Whether a part of a prompt's KV is of use, and the prefix cache can hold it."""
         self.awaited = AwaitedPushes(self.registration_timeout, block_pool)
         self.last_windows = LastWindows(block_pool)
+        self._kept_turns = KeptTurns(block_pool, self._ranks)
         self.metrics.level(PARKED_REQUESTS, lambda: self.awaited.block_holds.parked_requests)
         self.metrics.level(PARKED_BLOCKS, lambda: self.awaited.block_holds.parked_blocks)
 
@@ -210,15 +231,54 @@ class LayerwisePushScheduler(VllmPushScheduler):
             return None, False
         self._prefix_hits.put_hit(request.request_id, num_computed_tokens)
         self._unplaced[request.request_id] = request
+        if (returned := self._returned(request)) is not None:
+            tokens = returned[0] - num_computed_tokens
+            return (tokens, True) if tokens >= max(1, self.kv_recompute_threshold) else (0, False)
         tokens, loads = self.matched_tokens(request, num_computed_tokens)
         if loads and num_computed_tokens + tokens == request.num_tokens:
             tokens = max(0, self._kinds.tokens_to_load(request.num_tokens) - num_computed_tokens)
         return tokens, loads and tokens > 0
 
+    def _returned(self, request: Request) -> tuple[int, str] | None:
+        """The first tokens of P's prompt that are those of a kept turn: their number, and their digest. None: the
+        request brings no turn, or it was tried.
+        """
+        if request.request_id not in self._returns:
+            self._returns[request.request_id] = self._longest_shared(request)
+        return self._returns[request.request_id]
+
+    def _longest_shared(self, request: Request) -> tuple[int, str] | None:
+        params, size = request.kv_transfer_params, max(self._kinds.block_sizes)
+        try:
+            brings_turn = self._takes_turns and is_returned(params, self._config)
+        except ParamsError as error:
+            self._request_filter.loads_nothing(request, error, time.perf_counter())
+            return None
+        if not brings_turn or params["remote_engine_id"] == self.engine_id:
+            return None
+        shown, tokens = params.get(PREFIXES) or "", params.get("remote_num_tokens") or 0
+        stride = tokens * SHOWN_CHARS // len(shown) if shown else size
+        prefixes = None
+        if stride >= LEAST_STRIDE:
+            prefixes = self.prefixes_of(request, min(tokens, request.num_prompt_tokens - 1), stride)
+        if prefixes is None:
+            return 0, ""
+        shared = prefixes.shared(shown or prefixes.shown)
+        shared -= shared % math.lcm(stride, size)
+        return shared, prefixes.digest(shared) or ""
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """A request has its blocks: on D complete its registration, on P begin to plan its prompt."""
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        """A request has its blocks: on D complete its registration, on P begin to load or to plan its prompt."""
         self._unplaced.pop(request.request_id, None)
+        returned = self._returns.get(request.request_id)
+        if returned is not None:
+            self._returns[request.request_id] = None  # it is tried once
+            if num_external_tokens:
+                self.stage_return(request, blocks, num_external_tokens)
+                self._await_return(request, blocks, *returned)
+                return
+            self._decline(request)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
         self.postponed.request_placed(request.request_id)
         staged = self.take_staged_registration(request.request_id, blocks)
         if staged is not None:
@@ -258,6 +318,22 @@ class LayerwisePushScheduler(VllmPushScheduler):
         names = request.request_id, self.engine_id, params["remote_request_id"]
         self._news.append(PushDeclined(address, Decline(*names, self.prompt_digest(request), transfer_id(params))))
 
+    def _await_return(self, request: Request, blocks: KVCacheBlocks, tokens: int, digest: str) -> None:
+        staged = self.take_staged_registration(request.request_id, blocks)
+        assert staged is not None
+        staged.message.update(
+            layerpush=PROTOCOL_VERSION,
+            prefill_request_id=request.kv_transfer_params["remote_request_id"],
+            prompt_digest=digest,
+            prefix_tokens=tokens,
+        )
+        self._returning[request.request_id] = tokens
+        self.awaited.await_push(request.request_id, staged.blocks, time.perf_counter(), RETURN_S)
+
+    def goes_on_without(self, request_id: str) -> bool:
+        """Whether a request computes its prompt, or waits for blocks again, if its load fails, whatever the policy."""
+        return request_id in self._returning or self.postponed.is_asked(request_id)
+
     def _await(self, request: Request, staged: StagedRegistration) -> None:
         staged.message.update(
             layerpush=PROTOCOL_VERSION,
@@ -275,10 +351,14 @@ class LayerwisePushScheduler(VllmPushScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LayerwiseMetadata:
         """Add the step's plan, and the news since the last step, to vLLM's metadata."""
         self._step_is_due = False
+        short_of_blocks = self._is_short_of_blocks()
+        free, now = self._block_pool.get_num_free_blocks(), time.perf_counter()
+        for request_id in self._kept_turns.to_release(free, now, short=short_of_blocks):
+            self.release_turn(request_id)
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, NixlConnectorMetadata)
         extended = LayerwiseMetadata.extending(metadata)
-        extended.short_of_blocks = self._is_short_of_blocks()
+        extended.short_of_blocks = short_of_blocks
         cancelled = self.awaited.take_cancelled(time.perf_counter())
         postponed = self.postponed.to_unregister(extended.short_of_blocks and self._postpones)
         self._news += [LoadCancelled(request_id, reason) for request_id, reason in cancelled.items()]
@@ -303,6 +383,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
             self._reported(each, now)
         self.awaited.loads_ended(received)
         for request_id in received:
+            returned = self._returning.pop(request_id, 0)
+            if returned and request_id not in connector_output.failed_recving:
+                self._prefix_hits.put_hit(request_id, returned)
             loading, kept = self._loading.pop(request_id, None), self._kept.pop(request_id, 0)
             if loading is not None:
                 self._keep_prefix(*loading, kept)
@@ -329,6 +412,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
                 self.postponed.load_queued(news.request_id, news.computed)
             case LoadUnregistered():
                 self.postponed.load_unregistered(news.request_id, news.rank)
+            case TurnEnded():
+                self._kept_turns.turn_ended(news.request_id, news.rank)
+                self._cleared &= set(self._kept_turns)
             case PushWithdrawn():
                 if news.request_id in self._answered:
                     self._withdrawn.add(news.request_id)
@@ -381,9 +467,10 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._withdrawn.discard(request.request_id)
         self._unplaced.pop(request.request_id, None)
         self._attempts.pop(request.request_id, None)
+        self._returning.pop(request.request_id, None)
         self.postponed.request_finished(request.request_id)
-        never_registered = lacks_registration(request)
-        if never_registered:
+        never_registered, returned = lacks_registration(request), self._returns.pop(request.request_id, None)
+        if never_registered or returned is not None:
             self._decline(request)
         if self._dropped.pop(request.request_id, None) is not None:
             block_ids = self.last_windows.restored(request.request_id, block_ids)
@@ -403,7 +490,42 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if self.first_tokens is not None:
             self.first_tokens.request_finished(request.request_id)
         self._digests.pop(request.request_id, None)
-        return outcome
+        return outcome if outcome[0] else (False, self._keep_turn(request, block_ids))
+
+    def _keep_turn(self, request: Request, block_ids: Any) -> dict[str, Any] | None:
+        """D's request has its answer: keep its full blocks for the next turn. The last token has no KV. None: do not.
+
+        Of several answers (``n``) the client gets one engine request's params.
+        """
+        if (
+            not self._keeps_turns
+            or not request.kv_transfer_params
+            or is_pushed(request.kv_transfer_params)
+            or is_one_of_several(request.request_id)
+            or not has_answer(request)
+        ):
+            return None
+        size = max(self._kinds.block_sizes)
+        tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        tokens -= tokens % size
+        prefixes = self.prefixes_of(request, tokens, size)
+        if not tokens or prefixes is None:
+            return None
+        tables = self.get_exchange_clipped_blocks(block_ids)
+        blocks = tuple(
+            list(table[: tokens // each]) for table, each in zip(tables, self._kinds.block_sizes, strict=True)
+        )
+        self._news.append(Arrived(request.request_id, prefixes=prefixes))
+        self._prompt_tokens[request.request_id] = tokens
+        self._kept_turns.keep(request.request_id, itertools.chain.from_iterable(blocks))
+        return self.keep_turn(request, blocks, tokens, prefixes.shown)
+
+    def reset_cache(self) -> bool:
+        """Let every kept turn end. The engine steps until they have. Returns whether there is none."""
+        self._cleared = set(self._kept_turns)
+        for request_id in self._cleared:
+            self.release_turn(request_id)
+        return not self._cleared
 
     def shutdown(self) -> None:
         """Stop vLLM's scheduler side, and close the trace."""
@@ -412,7 +534,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine has to step although it has no request: workers still have outcomes to report."""
-        return bool(super().has_pending_push_work() or self._news) or self.awaited.needs_steps or self._workers_settle
+        pending = super().has_pending_push_work() or self._news or self._cleared
+        return bool(pending) or self.awaited.needs_steps or self._workers_settle
 
     @property
     def _workers_settle(self) -> bool:

@@ -43,6 +43,7 @@ from layerpush.compat.worker_report import (
     AbortsPending,
     PushWithdrawn,
     Reported,
+    TurnEnded,
     WorkerReport,
 )
 from layerpush.core.config import LayerPushConfig
@@ -85,6 +86,7 @@ from layerpush.transport.writes import Writes
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from layerpush.telemetry.metrics.metric_delta import MetricDelta
@@ -257,12 +259,18 @@ class LayerwisePushWorker(VllmPushWorker):
             self.task(partial(self._await_push, request_id, data), "a registration")
         for news in metadata.news:
             if isinstance(news, Arrived):
+                if news.prefixes is not None:
+                    self.turns.add(news.request_id)
                 self.claims.requests_arrived([news])  # the writer must have it before the request's first step
             else:
                 self.task(partial(self._take_news, news), type(news).__name__)
         for request_id, blocks in metadata.push_finished_blocks.items():
             self.step_events.finish(
-                request_id, blocks, metadata.sampled.get(request_id), metadata.prompt_tokens.get(request_id, 0)
+                request_id,
+                blocks,
+                metadata.sampled.get(request_id),
+                metadata.prompt_tokens.get(request_id, 0),
+                is_turn=request_id in self.turns,
             )
         metadata.push_registrations, metadata.push_finished_blocks = {}, {}
         self.claims.short_of_blocks = metadata.short_of_blocks
@@ -288,6 +296,15 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def may_lapse(self, request_id: str) -> bool:
         return self.claims.may_lapse(request_id)
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """vLLM's, without the ends of kept turns: vLLM's scheduler does not know these requests any more."""
+        results = super().get_transfer_results()
+        ended = self.turns & results.finished_sending
+        self.turns -= ended
+        results.finished_sending -= ended
+        self._reported.extend(TurnEnded(request_id, self._rank) for request_id in ended)
+        return results
 
     def take_metrics(self, now: float) -> MetricDelta | None:
         """Metrics since the last call. vLLM calls ``report`` next."""
@@ -361,7 +378,9 @@ class LayerwisePushWorker(VllmPushWorker):
                 data["remote_tp_size"],
                 data.get("remote_pp_size", 1),
                 # a stage of a pipeline has too few layers for us to write to it, and vLLM then refuses the handshake
-                notify_only=only_decodes(self.vllm_config) or data.get("remote_pp_size", 1) > 1,
+                notify_only=data.get("remote_pp_size", 1) > 1
+                or (only_decodes(self.vllm_config) and not self._config.bidirectional_kv_xfer),
+                has_stages=True,
             )
             extra = {key: value for key, value in data.items() if key.startswith("remote_")}
             if self._contact is not None:

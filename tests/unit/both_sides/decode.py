@@ -60,6 +60,7 @@ from tests.unit.both_sides.process import (
     Pool,
     Process,
     Prompt,
+    Turn,
     kv_layers,
 )
 
@@ -170,6 +171,10 @@ class DecodeEngine(Process):
     def _register(self, waiting: Waiting, blocks: list[int]) -> None:
         prompt, prefill_request_id = waiting.prompt, waiting.prefill_request_id
         sampling = self.world.questions.choice([*3 * [SAMPLING], "warmer", None])
+        digest: str | None = prompt.text
+        prefix_tokens = 0
+        if isinstance(prompt, Turn):
+            sampling, digest, prefix_tokens = None, prompt.prefixes.digest(prompt.tokens), prompt.tokens
         load = Load(prompt, waiting.request_id, blocks, self.world.now + OVERDUE_S, sampling, waiting)
         self.loads[load.request_id] = load
         for owned in self.caches:
@@ -183,7 +188,8 @@ class DecodeEngine(Process):
             local_block_ids=(tuple(blocks),),
             layerpush=PROTOCOL_VERSION,
             prefill_request_id=prefill_request_id,
-            prompt_digest=prompt.text,
+            prompt_digest=digest,
+            prefix_tokens=prefix_tokens,
             sampling=sampling,
             contact=self.name.encode(),
             attempt=waiting.attempt,
@@ -234,6 +240,7 @@ class DecodeEngine(Process):
         assert is_right or (load.damaged and not is_compared), f"{load} was reported complete over wrong bytes"
         assert (load.first_token is None) == (load.sampling is None), f"{load} lacks its answer, or did not ask"
         self.postponed.load_ended(load.request_id)
+        self.world.returned += isinstance(load.prompt, Turn)
         self._end(load, "loaded")
 
     # News to the scheduler.

@@ -9,7 +9,7 @@ from typing import Any
 from layerpush.core.wire import FirstToken, encode
 from tests.unit.both_sides.decode import DecodeEngine, Load
 from tests.unit.both_sides.prefill import PrefillEngine, Request
-from tests.unit.both_sides.process import BLOCK_SIZE, HEADS, LAYERS, SAMPLING, Prompt
+from tests.unit.both_sides.process import BLOCK_SIZE, HEADS, LAYERS, SAMPLING, Prompt, Turn
 from tests.unit.both_sides.world import DECODERS, World
 
 Pick = Callable[[Sequence[Any]], Any]
@@ -96,6 +96,23 @@ def decline(world: World, pick: Pick) -> None:
     prompt = pick(world.prompts)
     same = [request.request_id for request in world.requests if request.prompt is prompt]
     pick(_decoding(world)).refuse(prompt, pick([None, *same]))
+
+
+@move(4, lambda world: world.keeps_turns and _between_steps(world) and len(world.turns) < SOME)
+def keep_turn(world: World, pick: Pick) -> None:
+    _prefill(world).keep(Turn(pick("ab"), f"turn {len(world.turns)}", pick([8, 12])))
+
+
+@move(6, lambda world: bool(_decoding(world)) and bool(world.turns))
+def ask_for_turn(world: World, pick: Pick) -> None:
+    """The next turn's prompt begins as a turn that P keeps, or has kept. A client may have mixed up their names."""
+    engine, (request_id, turn) = pick(_decoding(world)), pick(world.turns)
+    if pick([*5 * [False], True]):
+        engine.refuse(turn, request_id)
+        return
+    text = pick([*5 * [turn.text], "another turn"])
+    tokens = pick(range(BLOCK_SIZE, turn.tokens + 1, BLOCK_SIZE))
+    engine.load(Turn(pick("ab"), text, tokens), request_id, pick([0, 0, 1]) if tokens > BLOCK_SIZE else 0)
 
 
 @move(14, lambda world: _between_steps(world) and bool(_to_compute(world)))

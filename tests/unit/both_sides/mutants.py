@@ -21,6 +21,7 @@ from layerpush.prefill.claim_session import Claim
 from layerpush.prefill.claims import Claims
 from layerpush.prefill.coverage import Coverage
 from layerpush.prefill.pairing import Pairing
+from layerpush.prefill.push import Push
 from layerpush.prefill.push_session import PushSession
 from layerpush.prefill.pushes import Pushes
 from layerpush.prefill.step_events import StepEvents
@@ -224,6 +225,21 @@ def a_restarted_engine_is_taken_for_the_old_one(patch: Patch) -> None:
 @mutant()
 def prompts_are_told_apart_by_their_id_alone(patch: Patch) -> None:
     patch.setattr(Pairing, "prompts_differ", lambda self, named, prompt: False)
+
+
+@mutant(turns=True)
+def a_kept_turn_is_pushed_to_its_end(patch: Patch) -> None:
+    patch.setattr(Push, "_keep_first", lambda self, tokens: None)
+
+
+@mutant(turns=True)
+def a_kept_turn_is_any_of_its_name(patch: Patch) -> None:
+    plain = Pairing.prompts_differ
+
+    def mutated(self: Pairing, named: Any, prompt: Any) -> bool:
+        return prompt.prefixes is None and plain(self, named, prompt)
+
+    patch.setattr(Pairing, "prompts_differ", mutated)
 
 
 @mutant(seed=75, hold_writes=0.8)

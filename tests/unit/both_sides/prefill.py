@@ -17,6 +17,7 @@ from tests.unit.both_sides.process import (
     SAMPLING,
     Pool,
     Prompt,
+    Turn,
 )
 from tests.unit.builders import wait_at_random
 
@@ -79,6 +80,23 @@ class PrefillEngine:
         for rank in self.ranks:
             rank.claims.requests_arrived([Arrived(request.request_id, None, prompt.text)])
         return request
+
+    def keep(self, turn: Turn) -> None:
+        """The engine has answered a turn, and keeps its blocks for the next one."""
+        assert self.step is None
+        accepted, table = self.process(), self.pool.take(turn.blocks)
+        request = Request(turn, self.world.new_id(turn.base), table)
+        if table is not None:
+            request.computed, request.leased_until = turn.tokens, self.world.now + LEASE_S
+            self.requests[request.request_id] = request
+            self.world.turns.append((request.request_id, turn))
+        for rank in self.ranks:
+            if table is not None:
+                rank.own(table, turn.text)
+                self._fill(rank, turn, table)
+                rank.claims.requests_arrived([Arrived(request.request_id, prefixes=turn.prefixes)])
+                rank.capture.finish(request.request_id, (list(table),), tokens=turn.tokens, is_turn=True)
+            rank.capture.arm(StepPlan(accepted=accepted))
 
     def begin_step(
         self, request: Request, tokens: int, cached: int = 0, loaded: int = 0, lost: int | None = None
@@ -143,13 +161,16 @@ class PrefillEngine:
     def _found(self, request: Request, table: list[int], blocks: int) -> ChunkPlan:
         """Fills the blocks with the prompt's KV, as if earlier steps had left it there."""
         for rank in self.ranks:
-            for layer in range(LAYERS):
-                for index, block in enumerate(table[:blocks]):
-                    rank.write_kv(layer, block, request.prompt.kv(layer, index))
+            self._fill(rank, request.prompt, table[:blocks])
         request.computed = blocks * BLOCK_SIZE
         chunk = request.progress.plan_cached(request.computed, request.prompt.tokens, [table])
         assert chunk is not None
         return chunk
+
+    def _fill(self, rank: PrefillRank, prompt: Prompt, blocks: list[int]) -> None:
+        for layer in range(LAYERS):
+            for index, block in enumerate(blocks):
+                rank.write_kv(layer, block, prompt.kv(layer, index))
 
     def run_layer(self, hooked: bool) -> None:
         """Attention of the next layer; after the last one the step is over."""

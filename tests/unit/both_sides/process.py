@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from layerpush.core.liveness import Verdict
+from layerpush.core.prefixes import Prefixes
 from layerpush.core.wire import Message, read
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.acknowledged import AcknowledgedTransport
@@ -61,6 +63,14 @@ class Prompt:
         """The KV that attention leaves in a block."""
         seed = [*self.text.encode(), layer, index]
         return np.random.default_rng(seed).integers(0, POISON, BLOCK_BYTES, dtype=np.uint8)
+
+
+class Turn(Prompt):
+    """A turn that P keeps, or the first tokens of one, which a load asks for."""
+
+    @property
+    def prefixes(self) -> Prefixes:
+        return Prefixes.of(random.Random(self.text).choices(range(1000), k=self.tokens), BLOCK_SIZE)
 
 
 def kv_layers(caches: torch.Tensor, heads: int | None) -> dict[str, LayerKv]:

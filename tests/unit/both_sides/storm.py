@@ -32,10 +32,11 @@ def stormy(
     ordered: bool = True,
     equal_kv: bool = False,
     verify: float = 0.0,
+    turns: bool = False,
     **fault_rates: Any,
 ) -> World:
     """A world with random faults and packing, except for ``fault_rates`` and ``packing``. With ``equal_kv``, P has two
-    ranks that hold the same.
+    ranks that hold the same. ``turns``: see ``World``.
     """
     draw = random.Random(seed)
     fault_rates = {kind: draw.choice(choices) for kind, choices in FAULT_RATES.items()} | fault_rates
@@ -46,7 +47,17 @@ def stormy(
     faults = Faults.endless(seed, **fault_rates)
     ranks = 2 if equal_kv else 1 if packing else ranks
     return World(
-        faults, seed, ranks, mode, max_in_flight, packs, blocks, ordered=ordered, equal_kv=equal_kv, verify=verify
+        faults,
+        seed,
+        ranks,
+        mode,
+        max_in_flight,
+        packs,
+        blocks,
+        ordered=ordered,
+        equal_kv=equal_kv,
+        verify=verify,
+        turns=turns,
     )
 
 

@@ -16,7 +16,7 @@ from layerpush.core.wire import Registration
 from tests.support.fake_transport import FakeFabric, Faults
 from tests.unit.both_sides.decode import DecodeEngine
 from tests.unit.both_sides.prefill import PrefillEngine, Request
-from tests.unit.both_sides.process import D_BLOCKS, LAYERS, P_BLOCKS, Process, Prompt, base_id
+from tests.unit.both_sides.process import D_BLOCKS, LAYERS, P_BLOCKS, Process, Prompt, Turn, base_id
 from tests.unit.both_sides.rings import Packing
 
 HOME_S = 1500.0
@@ -56,10 +56,13 @@ class World:
         ordered: bool = True,
         equal_kv: bool = False,
         verify: float = 0.0,
+        turns: bool = False,
     ) -> None:
         """``equal_kv``: each of P's ranks holds all KV. Otherwise each has a part of every block. ``verify``: the share
-        of pushes by layer whose KV is compared; a D then damages some of its blocks.
+        of pushes by layer whose KV is compared; a D then damages some of its blocks. ``turns``: P keeps turns and
+        returns them, as a decode engine does, and D loads them, as a prefill engine does.
         """
+        self.keeps_turns = turns
         self.prefill_blocks, self.decode_blocks = blocks
         self.fabric = FakeFabric(faults, seed, ordered=ordered)
         self.equal_kv, self.verify = equal_kv, verify
@@ -76,6 +79,10 @@ class World:
         self.now = 1000.0
         self.prompts: list[Prompt] = []
         self.engines: dict[str, Engine] = {}
+        self.turns: list[tuple[str, Turn]] = []
+        """Turns that P has kept, each with its name."""
+        self.returned = 0
+        """Loads of a part of such a turn that have completed."""
         self.deaf: set[str] = set()
         """Engines whose side channel refuses although they live."""
         self.kept_blocks = 0

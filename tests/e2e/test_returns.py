@@ -1,0 +1,84 @@
+"""Conversations: D keeps an answered turn, and P loads what the next prompt shares with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e import probes, wirefaults
+from tests.e2e.enginehost import EngineHost
+from tests.e2e.engines import PREFIX_CACHING
+from tests.e2e.enginespec import LAYERWISE, EngineSpec, transfer
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Reference, check, introduce, prompt
+from tests.e2e.turns import TURNS, shared_tokens, take_turn
+
+P = EngineSpec("P-turns", "P", transfer(LAYERWISE, granularity="layer", **TURNS), PREFIX_CACHING)
+D = EngineSpec("D-turns", "D", transfer(LAYERWISE, **TURNS), PREFIX_CACHING)
+
+
+@pytest.fixture(autouse=True)
+def _turns_end(fleet: Fleet) -> Iterator[None]:
+    """The turns that a test leaves would be kept for minutes."""
+    yield
+    for host in fleet.in_use():
+        if not host.broken:
+            host.call(probes.end_kept_turns)
+
+
+@pytest.fixture
+def pair(fleet: Fleet) -> list[EngineHost]:
+    hosts = fleet.get(P, D)
+    introduce(*hosts)
+    return hosts
+
+
+def test_p_computes_only_what_d_does_not_keep(pair: list[EngineHost], reference: Reference) -> None:
+    first = take_turn(*pair, prompt(300, seed=140))
+    second = take_turn(*pair, first.text + prompt(350, seed=141), first.params)
+    third = take_turn(*pair, second.text + prompt(20, seed=142), second.params)
+    for turn in (first, second, third):
+        check(turn.outcome, reference)
+    assert first.computed == 300
+    assert second.computed == len(second.outcome.handoff.token_ids) - shared_tokens(first)
+    assert third.computed == len(third.outcome.handoff.token_ids) - shared_tokens(second)
+    push = second.outcome.handoff.push()
+    assert (push.outcome, push.mode) == ("completed", "layer")
+    assert push.chunks[0]["cached"], "what P has loaded does not wait for the rest"
+
+
+def test_the_longest_equal_prefix_is_loaded(pair: list[EngineHost], reference: Reference) -> None:
+    """A chat template has dropped a part of the answer."""
+    first = take_turn(*pair, prompt(300, seed=143))
+    dropped = take_turn(*pair, first.text[:310] + prompt(200, seed=144), first.params)
+    check(dropped.outcome, reference)
+    assert dropped.computed == 510 - 288
+    other = take_turn(*pair, prompt(200, seed=145), dropped.params)
+    check(other.outcome, reference)
+    assert other.computed == 200
+
+
+def test_a_turn_is_returned_once(pair: list[EngineHost], reference: Reference) -> None:
+    """A conversation that forks costs a computation."""
+    first = take_turn(*pair, prompt(200, seed=146))
+    for seed, computed in ((147, 100 + 240 - shared_tokens(first)), (148, 100 + 240)):
+        fork = take_turn(*pair, first.text + prompt(100, seed=seed), first.params)
+        check(fork.outcome, reference)
+        assert fork.computed == computed
+
+
+def test_p_loads_only_what_it_has_not_cached(pair: list[EngineHost], reference: Reference) -> None:
+    """D, too, registers only what the turn has not left in its prefix cache."""
+    p, d = pair
+    first = take_turn(p, d, prompt(300, seed=149), answer=100)
+    d.call(wirefaults.watch)
+    p.call(wirefaults.watch)
+    second = take_turn(p, d, first.text + prompt(100, seed=150), first.params, forgets=False)
+    check(second.outcome, reference)
+    request_id = second.outcome.handoff.request_id
+    assert second.computed == 500 - 384
+    assert len(p.call(wirefaults.registered_blocks, request_id)) == 384 // 32 - 300 // 32
+    assert len(d.call(wirefaults.registered_blocks, request_id)) == 500 // 32 + 1 - 384 // 32
+    p.call(wirefaults.reset)
+    d.call(wirefaults.reset)
