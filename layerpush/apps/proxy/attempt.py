@@ -43,7 +43,7 @@ class Attempt:
     """A request, and the engines that it goes to.
 
     Each attempt gets its own request id, so that no engine can confuse it with an earlier one. ``questions``: the last
-    question to each P for its identity.
+    question to each P for its identity. ``to_prefill``: P's `kv_transfer_params`.
     """
 
     engines: Engines
@@ -52,6 +52,7 @@ class Attempt:
     headers: Mapping[str, str]
     prefill: Engine
     decode: Engine
+    to_prefill: Mapping[str, object]
 
     async def send(self) -> Answer:
         """Send it, and wait for D's first token. Cancellation ends both legs.
@@ -89,7 +90,7 @@ class Attempt:
         if self.prefill.asked_at is None:
             self.prefill.asked_at = now
             key = {name: value for name, value in self.headers.items() if name == "authorization"}
-            question = dataclasses.replace(self, body=self.body.probe(), headers=key)
+            question = dataclasses.replace(self, body=self.body.probe(), headers=key, to_prefill=TO_PREFILL)
             self.questions[self.prefill] = asyncio.create_task(question._learn_identity())
         wait_s = max(0.0, self.prefill.asked_at + IDENTITY_S - now)
         await asyncio.wait((self.questions[self.prefill],), timeout=wait_s)
@@ -146,7 +147,7 @@ class Attempt:
     async def _ask_p(self, request_id: str) -> Whole:
         headers = {**self.headers, "X-Request-Id": request_id}
         with self.prefill.working():
-            return await self.engines.ask(self.prefill, self.body.path, headers, self.body.to_prefill(TO_PREFILL))
+            return await self.engines.ask(self.prefill, self.body.path, headers, self.body.to_prefill(self.to_prefill))
 
     async def _ask_d(self, request_id: str, params: Mapping[str, object]) -> Whole | Stream:
         headers = {**self.headers, "X-Request-Id": request_id}

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 
 from aiohttp import web
 
 from layerpush.apps.proxy.attempt import Answer, Attempt
 from layerpush.apps.proxy.body import RequestBody
+from layerpush.apps.proxy.conversations import SESSION, Conversations, Session
 from layerpush.apps.proxy.engines import Engine, Pool
 from layerpush.apps.proxy.errors import ProxyError
 from layerpush.apps.proxy.legs import Engines, LegFailedError, Stream, Whole, end, http_session
@@ -39,6 +41,7 @@ class Proxy:
         self.requests = 0
         self.retries = 0
         self.body_bytes = 0
+        self.conversations = Conversations()
 
     async def running(self, _: web.Application) -> AsyncIterator[None]:
         """Have an HTTP session, from the first step of this generator to its second one. Then end questions to P."""
@@ -61,7 +64,7 @@ class Proxy:
         try:
             async with asyncio.timeout(limit_s):
                 async with self._body(request) as body:
-                    answer = await self._ask(body, _passed_on(request))
+                    answer = await self._ask(body, _passed_on(request), _session(request))
                 return await self._pass_on(request, stream, answer)
         except LegFailedError as failure:
             logger.warning("%s", str(failure))
@@ -118,8 +121,9 @@ class Proxy:
             message = f"the bodies of all requests have more than {limit} bytes (--max-total-payload-size)"
             raise ProxyError(429, f"{message}; try again later")
 
-    async def _ask(self, body: RequestBody, headers: Mapping[str, str]) -> Answer:
+    async def _ask(self, body: RequestBody, headers: Mapping[str, str], session: Session | None) -> Answer:
         """Ask pairs of engines until one answers. Raises ``ProxyError`` with the cause of the last failure."""
+        to_prefill = self.conversations.take(session, asyncio.get_running_loop().time())
         suspects: set[Engine] = set()
         refused: set[tuple[Engine, Engine]] = set()
         failure: LegFailedError | None = None
@@ -133,7 +137,8 @@ class Proxy:
                 self.retries += 1
             with decode.working():
                 try:
-                    return await Attempt(self.engines, self.questions, body, headers, prefill, decode).send()
+                    attempt = Attempt(self.engines, self.questions, body, headers, prefill, decode, to_prefill)
+                    return await attempt.send()
                 except LegFailedError as error:
                     failure = error.with_traceback(None)  # the frames in it hold the body
                     logger.warning("%s", str(failure))  # a handler may keep the arguments
@@ -147,7 +152,9 @@ class Proxy:
         content = answer.content
         try:
             if isinstance(content, Whole):
-                return _response(content)
+                now = asyncio.get_running_loop().time()
+                shown = self.conversations.without_params(_session(request), content.body, now)
+                return _response(replace(content, body=shown))
             stream.headers.update(content.headers)
             await stream.prepare(request)
             async for data in content:
@@ -165,6 +172,11 @@ def _passed_on(request: web.Request) -> dict[str, str]:
     """Several lines of a header become one. A value that is no valid UTF-8 stays inside: aiohttp would change it."""
     headers = {key: ",".join(request.headers.getall(key)) for key in PASSED_ON if key in request.headers}
     return {key: value for key, value in headers.items() if value.isprintable()}
+
+
+def _session(request: web.Request) -> Session | None:
+    name = request.headers.get(SESSION)
+    return (request.headers.get("Authorization", ""), name) if name else None
 
 
 def _response(answer: Whole) -> web.Response:

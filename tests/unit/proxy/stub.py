@@ -68,6 +68,8 @@ class Stub:
         self.hold: asyncio.Event | None = None
         self.hold_probes: asyncio.Event | None = None
         self.probe_status = 200
+        self.keeps_turns = False
+        """Whether D returns `kv_transfer_params` with its answers."""
         self.greeting = ""
         """A header's value in D's answers."""
         self.step: asyncio.Semaphore | None = None
@@ -214,6 +216,15 @@ class Stub:
             "choices": [choice],
             "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
         }
+        if self.keeps_turns:
+            body["kv_transfer_params"] = {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "remote_engine_id": self.engine_id,
+                "remote_request_id": f"cmpl-{seen.request_id}-0-suffix",
+                "remote_host": "127.0.0.1",
+                "remote_prefixes": "0123abcd",
+            }
         raw = json.dumps(body, indent=1).encode()
         self.sent[seen.request_id] = raw
         return web.Response(

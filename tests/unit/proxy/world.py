@@ -24,6 +24,7 @@ from layerpush.apps.proxy.body import COMPLETIONS, RequestBody
 from layerpush.apps.proxy.engines import Engine
 from layerpush.apps.proxy.proxy import RETRIES, UPLOAD_S, Proxy
 from layerpush.apps.proxy.settings import Settings
+from layerpush.core.prefill_identity import TO_PREFILL
 from tests.unit.proxy.stub import MODEL, Network, Stub, running
 
 DEADLINE_S = 30.0
@@ -108,7 +109,7 @@ class World:
         for engine in self.proxy.prefill.engines:
             body = RequestBody(COMPLETIONS, json.dumps({"model": MODEL}).encode())
             decode = self.proxy.decode.engines[0]
-            await Attempt(self.proxy.engines, self.proxy.questions, body, {}, engine, decode).introduce()
+            await Attempt(self.proxy.engines, self.proxy.questions, body, {}, engine, decode, TO_PREFILL).introduce()
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,46 @@
+"""The turns that decode engines keep for the proxy's clients. Event loop's thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from layerpush.core.bounded_dict import BoundedDict
+from layerpush.core.prefill_identity import TO_PREFILL
+
+SESSION = "X-Session-Id"
+"""A client's header with the name of its conversation."""
+KEPT = 1 << 14
+KEPT_BYTES = 64 << 20
+KEPT_S = 480.0
+"""vLLM's default of ``decoder_kv_blocks_ttl``."""
+PARAMS = "kv_transfer_params"
+
+Session = tuple[str, str]
+"""The client's ``Authorization``, and the name that it gives its conversation."""
+
+
+class Conversations:
+    """For each session the params that D returned with its last answer. Times are those of the event loop."""
+
+    def __init__(self) -> None:
+        self._turns = BoundedDict[Session, tuple[float, dict[str, object]]](KEPT, KEPT_BYTES)
+
+    def take(self, session: Session | None, now: float) -> Mapping[str, object]:
+        """P's `kv_transfer_params` for the session's next request. D returns a turn once, so they are forgotten."""
+        at, params = (now, {}) if session is None else self._turns.pop(session, (now, {}))
+        return {**params, **TO_PREFILL} if now < at + KEPT_S else TO_PREFILL
+
+    def without_params(self, session: Session | None, answer: bytes, now: float) -> bytes:
+        """D's answer as the client gets it. The session keeps the params in it: they have engines' addresses."""
+        try:
+            members = msgspec.json.decode(answer, type=dict[str, msgspec.Raw])
+            params = msgspec.json.decode(members.get(PARAMS, b"null"), type=dict[str, object] | None)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return answer
+        if not params:
+            return answer
+        if session is not None:
+            self._turns.put(session, (now, params))
+        return msgspec.json.encode({**members, PARAMS: None})
