@@ -129,7 +129,7 @@ def test_link_cut_half_way(fleet: Fleet, reference: Reference, log: LogView, chu
 def test_p_preempted_half_way(fleet: Fleet, reference: Reference, log: LogView, chunks: int) -> None:
     """P computes the prompt anew, and writes no byte twice."""
     p, d = fleet.get(engines.P, engines.D_KEEPS)
-    whole = send(p, d, prompt(LENGTH, seed=640), "early")
+    whole = send(p, d, prompt(LENGTH, seed=650 + chunks), "early")
     check(whole.outcome(), reference)
     handoff = half_way(p, d, 640 + chunks, chunks)
     assert p.call(probes.preempt_all)
