@@ -117,6 +117,7 @@ SOUND: dict[str, Callable[[Any], bool]] = {
     "first_token": lambda value: type(value) is bool,
     "epoch": is_count,
     "attempt": is_count,
+    "prefix_tokens": is_count,
     "numbers": lambda numbers: type(numbers) is tuple and 1 <= len(numbers) <= 4096 and all(map(is_count, numbers)),
     "notification": lambda payload: type(payload) is bytes,
     "acknowledges": lambda value: type(value) is bool,
@@ -192,10 +193,11 @@ registrations = st.builds(
     attempt=counts,
     acknowledges=st.booleans(),
     verifies=st.none() | names,
+    prefix_tokens=counts,
 )
 sums = st.builds(PartSums, names, counts, counts, counts, counts, st.integers(1, 2**31 - 1), st.binary(max_size=40))
 peer_messages = st.one_of(
-    st.builds(Accepted, request_ids, st.booleans()),
+    st.builds(Accepted, request_ids, st.booleans(), counts),
     st.builds(FirstToken, request_ids, st.none() | blocks, st.lists(names, max_size=3).map(tuple)),
     st.builds(Completed, request_ids, st.integers(1, 999_999), counts, st.lists(sums, max_size=3).map(tuple)),
     st.builds(Fail, request_ids, counts, reasons, st.booleans()),
