@@ -369,7 +369,9 @@ def _attributes(value: Any) -> Iterator[str]:
 
 def end_kept_turns(host: HostedEngine) -> None:
     """Let the time of every turn that this engine keeps end now."""
-    ours = getattr(host.scheduler.connector, "connector_scheduler", None)
+    from layerpush.compat.patches import our_connectors
+
+    ours = next((each.connector_scheduler for each, _ in our_connectors(host.scheduler.connector)), None)
     while ours is not None and len(ours._kept_turns):
         for request_id in ours._kept_turns:
             ours.release_turn(request_id)

@@ -11,7 +11,7 @@ from tests.e2e.enginehost import EngineHost
 from tests.e2e.engines import PREFIX_CACHING
 from tests.e2e.enginespec import LAYERWISE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Reference, check, introduce, prompt
+from tests.e2e.handoff import Reference, check, check_tokens, introduce, prompt
 from tests.e2e.turns import TURNS, shared_tokens, take_turn
 
 P = EngineSpec("P-turns", "P", transfer(LAYERWISE, granularity="layer", **TURNS), PREFIX_CACHING)
@@ -82,3 +82,32 @@ def test_p_loads_only_what_it_has_not_cached(pair: list[EngineHost], reference: 
     assert len(d.call(wirefaults.registered_blocks, request_id)) == 500 // 32 + 1 - 384 // 32
     p.call(wirefaults.reset)
     d.call(wirefaults.reset)
+
+
+BOTH = transfer(LAYERWISE, kv_role="kv_both", granularity="layer", **TURNS)
+PAIRS = {
+    "kv_both": tuple(EngineSpec(f"B{number}-turns", "P", BOTH) for number in range(2)),
+    "larger blocks on D": (
+        EngineSpec("P-turns-32", "P", transfer(LAYERWISE, **TURNS)),
+        EngineSpec("D-turns-64", "D", transfer(LAYERWISE, **TURNS), (("block_size", 64),)),
+    ),
+    "larger blocks on P": (
+        EngineSpec("P-turns-64", "P", transfer(LAYERWISE, **TURNS), (("block_size", 64),)),
+        EngineSpec("D-turns-32", "D", transfer(LAYERWISE, **TURNS)),
+    ),
+    "two ranks on D": (
+        EngineSpec("P-turns-1", "P", transfer(LAYERWISE, **TURNS)),
+        EngineSpec("D-turns-2", "D", transfer(LAYERWISE, **TURNS), (("tensor_parallel_size", 2),)),
+    ),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", PAIRS)
+def test_other_engines(fleet: Fleet, reference: Reference, name: str) -> None:
+    p, d = fleet.get(*PAIRS[name])
+    introduce(p, d)
+    first = take_turn(p, d, prompt(300, seed=151))
+    second = take_turn(p, d, first.text + prompt(100, seed=152), first.params)
+    check_tokens(second.outcome, reference)
+    assert second.computed == 440 - 320
