@@ -12,7 +12,7 @@ setup: ## make the pinned CPU environment in .venv (the other targets do it them
 demo: ## watch vLLM push KV layer by layer between two engines on this machine, no GPU needed (ARGS="--help" for options)
 	@scripts/demo $(ARGS)
 
-test: ## run check, then all tests that are not exhaustive: sixteen minutes on two cores (ARGS="tests/unit -k config" chooses)
+test: ## run check, then all tests that are not exhaustive: eleven minutes on two cores (ARGS="tests/unit -k config" chooses)
 	@scripts/test $(ARGS)
 
 test-fast: ## only tests that start no engines, for while you work: 3 minutes on two cores
