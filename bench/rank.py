@@ -33,6 +33,18 @@ from layerpush.transport.idle_connections import IdleConnections
 from layerpush.transport.writes import Writes
 
 
+class Defects(logging.Handler):
+    """Exceptions that the product logs instead of raising."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is not None:
+            self.seen.append(self.format(record))
+
+
 class Rank:
     """``worker`` plays vLLM's worker, NIXL (``worker.transport``) and the side channels of other engines. ``base_id``
     strips the suffix of an engine's request id. ``delay``: see ``IdleConnections``.

@@ -29,6 +29,7 @@ from bench.fleet.engines import DecodeEngine, Engine, PrefillEngine, PrefixCache
 from bench.fleet.fabric import BrokenRuleError, Endpoint, Fabric, Link
 from bench.fleet.presets import BLOCK_TOKENS, MODELS, PATIENCE_S, RACK
 from bench.fleet.worker import Worker
+from bench.rank import Defects
 from layerpush.core.push_mode import PushMode
 from layerpush.telemetry.trace_records import PushRecord
 
@@ -98,18 +99,6 @@ class Outcome:
     failed: int = 0
     by_second: dict[int, list[float]] = field(default_factory=dict)
     """Times to the first token, by the second in which the request came."""
-
-
-class _Defects(logging.Handler):
-    """Exceptions that the product logs instead of raising."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.seen: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info is not None:
-            self.seen.append(self.format(record))
 
 
 class Fleet:
@@ -259,7 +248,7 @@ class Fleet:
             self.clock.after(
                 self.draw.uniform(0.0, plan.seconds), partial(self.kill, self.draw.choice([*self.engines]))
             )
-        log, defects = logging.getLogger("vllm.layerpush"), _Defects()
+        log, defects = logging.getLogger("vllm.layerpush"), Defects()
         log.addHandler(defects)
         try:
             self._run()

@@ -11,6 +11,7 @@ from layerpush.engine.scheduler.block_holds import BlockPool
 SPARE_PART = 8
 """Kept turns give way while less than one of so many parts of the cache is free."""
 LEAVING_S = 1.0
+"""Seconds for which the blocks of a turn that gives way count as free, although they are not yet."""
 
 
 @dataclass(slots=True)

@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from layerpush.telemetry.metrics.metric_delta import MetricDelta
 
 RETURN_S = 30.0
-"""So long P waits for a turn: it could compute the prompt."""
+"""Seconds for which P waits for a turn. Then it computes the prompt."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 

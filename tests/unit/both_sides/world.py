@@ -11,6 +11,7 @@ import logging
 import random
 from collections import Counter
 
+from bench.rank import Defects
 from layerpush.core.push_mode import MAX_IN_FLIGHT, PushMode
 from layerpush.core.wire import Registration
 from tests.support.fake_transport import FakeFabric, Faults
@@ -23,18 +24,6 @@ HOME_S = 1500.0
 DECODERS = ("D", "E")
 
 Engine = PrefillEngine | DecodeEngine
-
-
-class Defects(logging.Handler):
-    """Errors that the writer logs instead of raising."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.seen: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info is not None:
-            self.seen.append(self.format(record))
 
 
 class World:
