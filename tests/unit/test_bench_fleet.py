@@ -21,15 +21,18 @@ from bench.fleet.__main__ import app
 from bench.fleet.arrivals import SHARES, TRACES, arrivals, value
 from bench.fleet.clock import Clock
 from bench.fleet.fabric import BrokenRuleError, Fabric, Flow, Link
-from bench.fleet.fleet import Fleet, Plan
+from bench.fleet.fleet import Fleet, Plan, Request
 from bench.fleet.presets import MODELS, Model
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.push_mode import PushMode
-from layerpush.decode import load_protocol
+from layerpush.decode import load_protocol, loads
 from layerpush.decode.load_session import LoadSession
-from layerpush.prefill import step_schedule
+from layerpush.engine.worker import writer_thread
+from layerpush.prefill import push_protocol, step_schedule
 from layerpush.prefill.claims import Claims
 from layerpush.prefill.push_session import PushSession
+from layerpush.transport import connections, link_speed
+from layerpush.transport.idle_connections import IdleConnections
 
 SMALL = Model("a small model with much KV", 8, 16384, 40e-6, 1.3e-9, 20e-3, 150_000)
 QUIET = Plan(model="small", prefill=2, decode=2, seconds=8.0, warm_up=0.0, load=0.6)
@@ -90,12 +93,49 @@ def an_unknown_registration_is_refused_sooner(patch: Patch) -> None:
     patch.setattr(Claims, "_time_out", mutated)
 
 
+def a_push_by_layer_waits_for_whole_chunks(patch: Patch) -> None:
+    handle = PushSession.handle
+
+    def mutated(self: PushSession, event: Any, now: float) -> Any:
+        waits = isinstance(event, push_protocol.PostReady)
+        return handle(self, push_protocol.PostReady(wait=True) if waits else event, now)
+
+    patch.setattr(PushSession, "handle", mutated)
+
+
+def slow_writes_are_forgotten_at_once(patch: Patch) -> None:
+    patch.setattr(link_speed, "RECOVERED", 1.0)
+
+
+def nobody_may_connect_to_one_engine(patch: Patch) -> None:
+    patch.setattr(connections, "host_allowed", lambda host, _: host != "host-of-D1")
+
+
+def idle_connections_are_left_alone(patch: Patch) -> None:
+    patch.setattr(IdleConnections, "_update", lambda *_: None)
+
+
+def messages_are_longer(patch: Patch) -> None:
+    encode = loads.encode_registration
+    patch.setattr(loads, "encode_registration", lambda *args, **extra: encode(*args, **extra, more="of it"))
+
+
+def the_writer_looks_for_messages_less_often(patch: Patch) -> None:
+    patch.setattr(writer_thread, "NOTIFICATION_POLL_S", 3e-3)
+
+
 @pytest.mark.parametrize(
     ("mutant", "plan"),
     [
         (no_layer_waits, QUIET),
-        (pings_are_twice_as_frequent, STORMY),
+        (slow_writes_are_forgotten_at_once, QUIET),
+        (a_push_by_layer_waits_for_whole_chunks, QUIET),
+        (messages_are_longer, QUIET),
+        (nobody_may_connect_to_one_engine, QUIET),
+        (the_writer_looks_for_messages_less_often, QUIET),
         (an_unknown_registration_is_refused_sooner, STORMY),
+        (pings_are_twice_as_frequent, STORMY),
+        (idle_connections_are_left_alone, STORMY),
     ],
 )
 def test_a_mutant_of_the_product_changes_the_figures(
@@ -106,7 +146,7 @@ def test_a_mutant_of_the_product_changes_the_figures(
     assert figures(plan) != before
 
 
-# The rules: without a guard of the product, one of them is broken.
+# The rules: without a guard, one of them is broken. The guard of rule 5 is the router's, all others the product's.
 
 
 def a_completion_does_not_wait_for_writes(patch: Patch) -> None:
@@ -150,6 +190,23 @@ def a_load_reports_its_end_twice(patch: Patch) -> None:
     patch.setattr(LoadSession, "handle", mutated)
 
 
+def answered_requests_of_a_dead_engine_are_tried_again(patch: Patch) -> None:
+    def mutated(self: engines.DecodeEngine) -> list[Request]:
+        return [loading.request for loading in (*self._waiting, *self._loads.values())]
+
+    patch.setattr(engines.DecodeEngine, "lost", property(mutated))
+
+
+def a_task_of_the_writer_raises(patch: Patch) -> None:
+    register = loads.Loads.register
+
+    def mutated(self: loads.Loads, *args: Any) -> None:
+        register(self, *args)
+        raise RuntimeError("a mutant")
+
+    patch.setattr(loads.Loads, "register", mutated)
+
+
 @pytest.mark.parametrize(
     ("mutant", "plan", "rule"),
     [
@@ -157,9 +214,11 @@ def a_load_reports_its_end_twice(patch: Patch) -> None:
         (a_completion_does_not_wait_for_writes, QUIET, 2),
         (an_overdue_load_gives_its_blocks_back_at_once, QUIET, 3),
         (no_process_is_found_dead, STORMY, 4),
+        (answered_requests_of_a_dead_engine_are_tried_again, STORMY, 5),
+        (a_task_of_the_writer_raises, QUIET, 6),
     ],
 )
-def test_a_broken_guard_of_the_product_breaks_a_rule(
+def test_a_broken_guard_breaks_a_rule(
     mutant: Callable[[Patch], None], plan: Plan, rule: int, monkeypatch: Patch
 ) -> None:
     mutant(monkeypatch)
