@@ -55,7 +55,8 @@ def summary(result: Result) -> str:
 
 def _verified(result: Result) -> str:
     parts, differing = result.get("verified_parts"), result.get("verify_mismatches")
-    return "" if parts is None else f"; D verified {parts:,} parts of KV: {differing} loads differed"
+    verified = "" if parts is None else f"; D verified {parts:,} parts of KV: {differing} loads differed"
+    return verified + ("" if (turns := result.get("returned_turns")) is None else f"; P loaded {turns:,} turns from D")
 
 
 def _count(value: int | None) -> str:

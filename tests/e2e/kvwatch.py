@@ -2,7 +2,7 @@
 
 P: after the prompt's last step, before any later step can reuse its blocks.
 D: after the load and before the first forward of the request, which would overwrite the last prompt slot.
-Before D registers blocks, a pattern fills them: stale but equal bytes cannot pass for a transfer.
+Before an engine registers blocks, a pattern fills them: stale but equal bytes cannot pass for a transfer.
 """
 
 import dataclasses
@@ -84,20 +84,24 @@ class KvWatch:
         output = self._schedule(*args, **kwargs)
         for request_id, request in self._scheduler.requests.items():
             params = request.kv_transfer_params or {}
-            if params.get("do_remote_decode"):
-                if request_id in output.num_scheduled_tokens:
+            scheduled = request_id in output.num_scheduled_tokens
+            if "remote_engine_id" in params and request.status.name == "WAITING_FOR_REMOTE_KVS":
+                self._watch_load(request_id)
+            elif params.get("do_remote_decode"):
+                if scheduled:
                     self._tables[request_id] = (request.num_prompt_tokens, self._block_tables(request_id))
-            elif "remote_engine_id" in params:
-                self._watch_decode(request_id, request, scheduled=request_id in output.num_scheduled_tokens)
+            elif "remote_engine_id" in params and scheduled:
+                self._watch_decode(request_id, request)
         return output
 
-    def _watch_decode(self, request_id: str, request: Any, *, scheduled: bool) -> None:
-        if request.status.name == "WAITING_FOR_REMOTE_KVS":
-            if request_id not in self._registered and self._is_awaited(request_id):
-                blocks = self._scheduler.kv_cache_manager.get_blocks(request_id).get_unhashed_block_ids_all_groups()
-                self._registered[request_id] = {block for group in blocks for block in group}
-                self._poison([[block for block in group if block != NULL_BLOCK] for group in blocks])
-        elif scheduled and request_id not in self.digests:
+    def _watch_load(self, request_id: str) -> None:
+        if request_id not in self._registered and self._is_awaited(request_id):
+            blocks = self._scheduler.kv_cache_manager.get_blocks(request_id).get_unhashed_block_ids_all_groups()
+            self._registered[request_id] = {block for group in blocks for block in group}
+            self._poison([[block for block in group if block != NULL_BLOCK] for group in blocks])
+
+    def _watch_decode(self, request_id: str, request: Any) -> None:
+        if request_id not in self.digests:
             tables = self._block_tables(request_id)
             registered = self._registered.get(request_id, set())
             # vLLM's P leaves a prompt's last token to D where a layer has a state, which cannot go back by one.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from layerpush.core.prefill_identity import TO_PREFILL
 from tests.faults.soak.inhost import collect
 from tests.faults.soak.request import Outcome, State
+from tests.faults.soak.traffic import LONGEST_PROMPT
 from tests.unit.soak_stubs import RIGHT, SoakRig
 
 
@@ -35,6 +37,19 @@ def test_p_first_forwards_the_params_that_p_returned():
     rig.finish("P1", params={"from": "P"})
     rig.pass_time()
     assert rig.d.added[0].kv_transfer_params == {"from": "P"}
+
+
+def test_the_next_turn_has_the_tokens_of_the_last_one_and_d_s_params():
+    rig = SoakRig()
+    first = rig.send()
+    assert rig.p.added[0].kv_transfer_params == TO_PREFILL
+    rig.finish("P1")
+    rig.finish("D1", params={"from": "D"})
+    second = rig.send(number=2, turn=0.9, fault="resend-p")
+    rig.pass_time()
+    assert [sent.kv_transfer_params for sent in rig.p.added[1:]] == 2 * [{"from": "D"}]
+    prompt = [*first.token_ids, *RIGHT, *second.token_ids][:LONGEST_PROMPT]
+    assert rig.p.added[1].token_ids == rig.d.added[1].token_ids == prompt
 
 
 def test_d_first_sends_to_p_later():

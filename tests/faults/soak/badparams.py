@@ -21,6 +21,9 @@ FOR_P: tuple[tuple[str, Any], ...] = (
     ("do_remote_prefill", "no"),
     ("remote_block_ids", "all"),
     ("remote_engine_id", 7),
+    ("remote_port", "26000"),
+    ("remote_num_tokens", -1),
+    ("remote_prefixes", ["all"]),
 )
 
 

@@ -22,7 +22,7 @@ LONG_S = 32.0  # longer than any deadline, and than outcomes wait for a stopped 
 # Seconds beyond a deadline: in time for the first answer to it, or after D has parked its blocks.
 BEYOND_S = (1.0, PEER_TIMEOUT_S + 2.0, PEER_TIMEOUT_S + 6.0)
 BURST = 3
-OUR_MESSAGES = {"P": ("accepted", "fail", "cancelled", "pong"), "D": ("cancel", "ping")}
+OUR_MESSAGES = ("accepted", "fail", "cancelled", "pong", "cancel", "ping", "prefixlanded")
 
 
 class EngineFaults:
@@ -113,7 +113,7 @@ class EngineFaults:
                 engine.call(scripted.arm_messages, name, "duplicate", "registration", count)
             case "drop-notes" | "dup-notes" | "delay-notes":
                 fault = {"drop-notes": "drop", "dup-notes": "duplicate", "delay-notes": "hold"}[name]
-                for kind in rng.sample(OUR_MESSAGES[engine.spec.role], k=2):
+                for kind in rng.sample(OUR_MESSAGES, k=2):
                     engine.call(scripted.arm_messages, name, fault, kind, count)
                 if fault == "hold":
                     self._lift_after(slot, rng.choice((0.2, 1.0, PEER_TIMEOUT_S + 1.0)))

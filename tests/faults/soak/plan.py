@@ -18,6 +18,7 @@ PREFIXES = (64, 200, 480)
 BURST_LENGTHS = (1100, 1250)
 ANSWERS = (1, 4, 8, 8, 8, 16)
 FAULTY_REQUESTS = 0.35
+NEXT_TURNS = 0.4
 HELD_FOR_S = 3.0
 ENGINE_FAULT_EVERY_S = 6.0
 WIRE_FAULT_EVERY_S = 3.0
@@ -28,7 +29,8 @@ FIRST_FAULT_S = 1.5
 class PlannedRequest:
     """One request. ``draw`` (0 to 1) decides the open choices of its fault, ``after_s`` the fault's time.
 
-    ``gap_s``: P's delay after D (``d-first``). ``d_after_s``: D's delay after P's answer (``p-first``).
+    ``gap_s``: P's delay after D (``d-first``). ``d_after_s``: D's delay after P's answer (``p-first``). ``turn`` (0 to
+    1) chooses one of the last turns: the tokens continue it. None: they are the whole prompt.
     """
 
     number: int
@@ -42,6 +44,7 @@ class PlannedRequest:
     after_s: float
     draw: float
     d_after_s: float = 0.0
+    turn: float | None = None
 
     def among(self, side: Side, names: Sequence[str]) -> str:
         """This request's engine among ``names``."""
@@ -69,7 +72,8 @@ class RequestPlan:
     def next(self) -> PlannedRequest:
         rng = self._rng
         fault = self._bag.take() if self._bag and rng.random() < FAULTY_REQUESTS else None
-        return self._request(rng, self._prompt(rng.choice(LENGTHS), shares=fault != "unequal"), fault)
+        request = self._request(rng, self._prompt(rng.choice(LENGTHS), shares=fault != "unequal"), fault)
+        return replace(request, turn=rng.random() if rng.random() < NEXT_TURNS else None)
 
     def burst(self, size: int) -> list[PlannedRequest]:
         """Long prompts without a common prefix, all for the first P. P must keep one of them until its D comes."""

@@ -12,6 +12,7 @@ from layerpush.telemetry.metrics.catalog import VERIFIED_PARTS, VERIFY_MISMATCHE
 from tests.faults.soak.engine import Memory
 from tests.faults.soak.kinds import Kind
 from tests.faults.soak.request import Outcome
+from tests.faults.soak.scripted import RETURNED
 from tests.faults.soak.tally import ILLS, Tally
 
 DIFFERING = "loads that D has found to differ"
@@ -56,6 +57,7 @@ def requests_table(tally: Tally) -> Table:
     table.add_section()
     table.add_row("parts of KV that D has verified", str(tally.effects[VERIFIED_PARTS.key]))
     table.add_row(DIFFERING, str(tally.effects[VERIFY_MISMATCHES.key]))
+    table.add_row("turns that P has loaded from D", str(tally.effects[RETURNED]))
     return table
 
 
@@ -122,7 +124,7 @@ def as_json(tally: Tally, kinds: Sequence[Kind], memories: Mapping[str, Sequence
             compared: sum(getattr(turn, compared) for turn in tally.turns)
             for compared in ("tokens", "pushes", "layer_blocks")
         },
-        **{metric.key: tally.effects[metric.key] for metric in (VERIFIED_PARTS, VERIFY_MISMATCHES)},
+        **{key: tally.effects[key] for key in (VERIFIED_PARTS.key, VERIFY_MISMATCHES.key, RETURNED)},
         "line_ups": [dataclasses.asdict(turn) for turn in tally.turns],
         **{HEADINGS[ill].replace(" ", "_"): tally.count(ill) for ill in ILLS},
         "problems": [dataclasses.asdict(problem) for problem in tally.problems],

@@ -6,6 +6,7 @@ import dataclasses
 from enum import Enum
 from typing import Any
 
+from layerpush.core.prefill_identity import TO_PREFILL
 from tests.e2e.results import Finished
 from tests.faults.soak.inhost import Record
 from tests.faults.soak.kinds import Side
@@ -65,13 +66,16 @@ class Leg:
 
 @dataclasses.dataclass
 class SoakRequest:
-    """A planned request on its way. ``faults``: the kinds that struck the request itself."""
+    """A planned request on its way. ``to_p``: P's ``kv_transfer_params``, with the turn before if there is one.
+    ``faults``: the kinds that struck the request itself.
+    """
 
     plan: PlannedRequest
     request_id: str
     p: Leg
     d: Leg
     sent_at: float
+    to_p: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(TO_PREFILL))
     ended_at: float | None = None
     faults: set[str] = dataclasses.field(default_factory=set)
     hung: bool = False
@@ -122,6 +126,7 @@ class SoakRequest:
             "id": self.request_id,
             "prompt_tokens": [len(leg.token_ids) for leg in self.legs],
             "max_tokens": self.plan.max_tokens,
+            "turn_before": self.to_p.get("remote_request_id"),
             "order": self.plan.order,
             "engines": [f"{leg.engine}#{leg.incarnation}" for leg in self.legs],
             "states": [leg.state.value for leg in self.legs],

@@ -11,11 +11,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from layerpush.telemetry.metrics.catalog import VERIFIED_PARTS, VERIFY_MISMATCHES
+from layerpush.telemetry.metrics.catalog import LOADS, VERIFIED_PARTS, VERIFY_MISMATCHES
 from tests.e2e import probes, wirefaults
 
 if TYPE_CHECKING:
     from tests.e2e.hostmain import HostedEngine
+
+
+RETURNED = "returned_turns"
+"""The number of turns that P has loaded from D."""
 
 
 @dataclasses.dataclass
@@ -98,7 +102,7 @@ def arm_handshakes(host: HostedEngine, kind: str, count: int) -> None:
 
 
 def count(host: HostedEngine) -> dict[str, int]:
-    """How often each kind has struck so far, and the metrics of verified loads."""
+    """How often each kind has struck so far, and metrics of loads."""
     counts = Counter(_effects)
     for armed in _armed:
         counts[armed.kind] += armed.struck()
@@ -106,6 +110,8 @@ def count(host: HostedEngine) -> dict[str, int]:
         metric = line.removeprefix("vllm:layerpush_").partition("_total{")[0]
         if metric in (VERIFIED_PARTS.key, VERIFY_MISMATCHES.key):
             counts[metric] += round(float(line.split()[-1]))
+        elif metric == LOADS.key and host.spec.role == "P" and 'outcome="loaded"' in line:
+            counts[RETURNED] += round(float(line.split()[-1]))
     return dict(counts)
 
 

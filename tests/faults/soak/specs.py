@@ -17,6 +17,7 @@ LEASE_S = 12
 REGISTRATION_TIMEOUT_S = 15
 UNKNOWN_S = 10
 """D keeps a late answer for another 30 s, and the audit waits for 60 s."""
+TURN_S = 12
 MAX_MODEL_LEN = 1400
 
 SETTINGS = {
@@ -26,6 +27,8 @@ SETTINGS = {
     "kv_lease_duration": LEASE_S,
     "push_registration_timeout": REGISTRATION_TIMEOUT_S,
     "unknown_request_timeout_s": UNKNOWN_S,
+    "bidirectional_kv_xfer": True,
+    "decoder_kv_blocks_ttl": TURN_S,
 }
 Options = tuple[tuple[str, Any], ...]
 # 2,240 tokens at most: two long prompts cannot be in memory at once, so P preempts.

@@ -39,7 +39,7 @@ class Tally:
     """Counts of the whole run, and of each line-up's turn. A fault is survived if its round ends without a problem.
 
     ``effects``: each kind's number of struck WRITEs, notifications or preemptions. One fault may have many, or none.
-    It also has the engines' metrics of verified loads.
+    It also has the engines' metrics of verified loads, and of turns that P has loaded from D.
     """
 
     rounds: int = 0

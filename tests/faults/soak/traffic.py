@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from layerpush.core.prefill_identity import TO_PREFILL
 from tests.e2e.enginehost import Request
 from tests.e2e.models import VOCABULARY
 from tests.e2e.results import Finished
@@ -15,17 +17,20 @@ from tests.faults.soak import inhost
 from tests.faults.soak.badparams import damaged_for_d, damaged_for_p
 from tests.faults.soak.engine import Answer
 from tests.faults.soak.engine_slots import EngineSlot, EngineSlots
-from tests.faults.soak.plan import PlannedRequest
+from tests.faults.soak.plan import ANSWERS, PlannedRequest
 from tests.faults.soak.reference import Reference
 from tests.faults.soak.request import Leg, SoakRequest, State
 from tests.faults.soak.schedule import Schedule
 from tests.faults.soak.sent import Sent
-from tests.faults.soak.specs import LEASE_S
+from tests.faults.soak.specs import LEASE_S, MAX_MODEL_LEN
 
 LATE_AFTER_S = LEASE_S + 2.0
 STALE_S = 4.0
 SLOW = ("no-p", "no-d", "late-d")
 EXTRA_TOKENS = (64, 96, 160)
+LONGEST_PROMPT = MAX_MODEL_LEN - max(EXTRA_TOKENS) - max(ANSWERS)
+TURNS = 3
+"""The last turns that engines keep. A client may send one twice, or too late."""
 
 
 class Traffic:
@@ -47,21 +52,24 @@ class Traffic:
         self.live: dict[str, SoakRequest] = {}
         self.outstanding = 0
         self.sent = Sent(slots)
+        self._turns: deque[tuple[tuple[int, ...], dict[str, Any]]] = deque(maxlen=TURNS)
 
     def send(self, plan: PlannedRequest) -> None:
         """Start a request on running engines. One of each side must run."""
         p = self._slots[plan.among("P", self._slots.usable("P"))]
         d = self._slots[plan.among("D", self._slots.usable("D"))]
-        d_tokens = plan.token_ids
+        before, to_p = self._turn(plan)
+        d_tokens = p_tokens = (before + plan.token_ids)[:LONGEST_PROMPT]
         if plan.fault == "unequal":
             rng = random.Random(plan.draw)
             d_tokens += tuple(rng.choices(VOCABULARY, k=rng.choice(EXTRA_TOKENS)))
         request = SoakRequest(
             plan,
             f"soak-{plan.number:06d}",
-            Leg("P", p.name, plan.token_ids, 1, p.incarnation, wanted=plan.fault != "no-p"),
+            Leg("P", p.name, p_tokens, 1, p.incarnation, wanted=plan.fault != "no-p"),
             Leg("D", d.name, d_tokens, plan.max_tokens, d.incarnation, wanted=plan.fault != "no-d"),
             sent_at=time.monotonic(),
+            to_p=to_p,
         )
         self.live[request.request_id] = request
         self.outstanding += 1
@@ -100,6 +108,8 @@ class Traffic:
         leg.state = State.FINISHED if finished.finish_reason == "length" else State.FAILED
         if leg.state is State.FAILED:
             leg.error = f"finish reason {finished.finish_reason}"
+        if leg is request.d and finished.kv_transfer_params is not None:
+            self._turns.append((leg.token_ids + finished.token_ids, finished.kv_transfer_params))
         self._leg_over(request, leg, finished.kv_transfer_params)
 
     def lose(self, slot: EngineSlot) -> None:
@@ -125,7 +135,7 @@ class Traffic:
     def _send_p(self, request: SoakRequest) -> None:
         if not request.p.wanted or request.p.over:
             return
-        params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+        params = dict(request.to_p)
         if request.plan.fault == "bad-params-p":
             params = damaged_for_p(params, request.plan.draw)
         self._send_leg(request, request.p, params)
@@ -153,6 +163,12 @@ class Traffic:
         if answer.error is not None and leg.state is State.SENT:
             leg.state, leg.error = State.FAILED, answer.error.strip().splitlines()[-1]
             self._leg_over(request, leg, None)
+
+    def _turn(self, plan: PlannedRequest) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """The tokens of the turn before, and the parameters with which the next one goes to P."""
+        if plan.turn is None or not self._turns:
+            return (), dict(TO_PREFILL)
+        return self._turns[int(plan.turn * len(self._turns))]
 
     def _params_for_d(self, request: SoakRequest, p: EngineSlot) -> dict[str, Any]:
         """The parameters that a router knows in advance."""
@@ -198,7 +214,7 @@ class Traffic:
 
     def _send_again(self, request: SoakRequest) -> None:
         request.p.state = State.UNSENT
-        self._send_leg(request, request.p, {"do_remote_decode": True, "do_remote_prefill": False})
+        self._send_leg(request, request.p, dict(request.to_p))
 
     def _strike(self, request: SoakRequest) -> None:
         assert request.plan.fault is not None
