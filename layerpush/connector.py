@@ -67,11 +67,6 @@ class LayerwisePushConnector(NixlPushConnector):
         if self.connector_scheduler is not None:
             self.connector_scheduler.bind(kv_cache_manager)
 
-    def reset_cache(self) -> bool:
-        """vLLM resets caches, with ``reset_external``. Scheduler's thread. False: try again a moment later."""
-        assert self.connector_scheduler is not None
-        return self.connector_scheduler.reset_cache()
-
     def get_kv_connector_stats(self) -> LayerPushStats | None:
         """Metrics since the last call. The scheduler's thread, or the engine's main thread after a step."""
         now = time.perf_counter()

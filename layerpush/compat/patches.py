@@ -143,6 +143,13 @@ PATCHES = (
         "engines that wait for each other go on only when `push_registration_timeout` ends a load.",
     ),
     Patch(
+        "cache-resets",
+        (Target(_ENGINE_CORE, f"{_SCHEDULER}.reset_prefix_cache", f"{_COMPAT}.cache_resets:lending"),),
+        "vLLM resets D's prefix cache although D keeps turns, and they end. A pause for new weights resets it.",
+        "While D keeps a turn, it cannot reset its prefix cache: `pause_generation` raises `RuntimeError`.",
+        "bidirectional_kv_xfer",
+    ),
+    Patch(
         "first-tokens",
         (
             Target(_ENGINE_CORE, f"{_SCHEDULER}.update_from_output", f"{_COMPAT}.first_tokens:starting"),

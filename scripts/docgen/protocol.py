@@ -11,6 +11,7 @@ from types import ModuleType
 
 from bench.markdown import Row
 from layerpush.decode import load_protocol as decode
+from layerpush.engine.scheduler import turn_protocol as turn
 from layerpush.prefill import claim_protocol as claim
 from layerpush.prefill import push_protocol as prefill
 from scripts.docgen.tables import sentence, table
@@ -27,6 +28,8 @@ class Machine:
     def diagram(self, *, shows: Move = lambda _, __: True) -> str:
         """A Mermaid diagram of the moves for which ``shows`` is true. ``states`` has events that change no state."""
         first, last = next(iter(self._states)), list(self._states)[-1]
+        led_to = {to for at, exits in self._transitions.items() for targets in exits.values() for to in targets - {at}}
+        begins = [f"    [*] --> {state.name}" for state in self._states if state is first or state not in led_to]
         arrows = []
         for state, exits in self._transitions.items():
             labels: dict[enum.Enum, list[str]] = defaultdict(list)
@@ -39,7 +42,7 @@ class Machine:
                 if labels[target]
             ]
         ends = [] if self._transitions[last] else [f"    {last.name} --> [*]"]
-        return "\n".join(["```mermaid", "stateDiagram-v2", f"    [*] --> {first.name}", *arrows, *ends, "```"])
+        return "\n".join(["```mermaid", "stateDiagram-v2", *begins, *arrows, *ends, "```"])
 
     def states(self) -> str:
         """One row per state: its meaning, the events that it stays on, its exits."""
@@ -83,7 +86,7 @@ class Machine:
         return [kind for kind in defined if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
 
 
-PREFILL, DECODE, CLAIM = Machine(prefill), Machine(decode), Machine(claim)
+PREFILL, DECODE, CLAIM, TURN = Machine(prefill), Machine(decode), Machine(claim), Machine(turn)
 
 _UNHAPPY_EVENTS = (prefill.WriteLost, prefill.Failed, prefill.CancelledByD, prefill.Aborted, prefill.LeaseExpired)
 _UNHAPPY_STATES = (prefill.State.DRAINING, prefill.State.ABANDONED)

@@ -957,14 +957,45 @@ def test_p_waits_for_a_turn_half_a_minute_at_most(decode: Build) -> None:
     assert awaited.take_cancelled(time.perf_counter() + 31) == {"q": "no push within 30 s"}
 
 
-def test_a_reset_ends_kept_turns(decode: Build) -> None:
+@pytest.mark.parametrize("how", [{}, {"reset_running_requests": True, "reset_connector": True}])
+def test_a_reset_ends_kept_turns(decode: Build, how: dict[str, bool]) -> None:
+    """vLLM resets its cache only if all blocks are free. Those of the turn are, for it, but nobody gets them."""
     d = decode(TURNS, caching=True)
     d.answer("r")
     d.step()
-    assert not d.scheduler.reset_prefix_cache(reset_connector=True)
+    assert d.scheduler.reset_prefix_cache(**how)
+    assert d.free_blocks == IDLE - FULL
     assert d.scheduler.has_requests(), "the workers must end the turn"
     d.step()
     assert d.metadata.reqs_to_send["r"] <= d.metadata.scheduler_clock
     d.step(report=WorkerReport([TurnEnded("r", 0)]))
     assert not d.scheduler.has_requests()
-    assert d.scheduler.reset_prefix_cache(reset_connector=True)
+    assert d.free_blocks == IDLE
+    d.add("again", list(range(3, 3 + TOKENS)))
+    assert d.step().num_scheduled_tokens["again"] == TOKENS, "nothing is in the prefix cache"
+
+
+def test_a_reset_that_fails_ends_no_turn(decode: Build) -> None:
+    """A request has blocks."""
+    d = decode(TURNS, caching=True)
+    d.answer("r")
+    d.decode("waits", CACHED)
+    d.step()
+    free = d.free_blocks
+    assert not d.scheduler.reset_prefix_cache()
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        d.scheduler.reset_prefix_cache(reset_running_requests=True)
+    d.step()
+    assert d.metadata.reqs_to_send == {}
+    assert d.free_blocks == free
+
+
+def test_a_second_turn_of_an_id_is_not_kept(decode: Build) -> None:
+    """A client may give two requests one id, where vLLM does not make it unique."""
+    d = decode(TURNS)
+    d.answer("r")
+    del d.reasons["r"]
+    assert d.answer("r") is None
+    assert d.free_blocks == IDLE - FULL
+    d.step(report=WorkerReport([TurnEnded("r", 0)]))
+    assert d.free_blocks == IDLE

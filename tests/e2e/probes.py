@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from layerpush.compat.patches import our_connectors
+
 if TYPE_CHECKING:
     from tests.e2e.hostmain import HostedEngine
 
@@ -87,6 +89,11 @@ def scheduled_tokens(host: HostedEngine, base_request_id: str) -> int:
     """The tokens that a request was given since ``count_scheduled_tokens``."""
     counts = host.scheduled_tokens or {}
     return sum(count for name, count in counts.items() if name.startswith(base_request_id))
+
+
+def all_scheduled_tokens(host: HostedEngine) -> int:
+    """The tokens that all requests were given since ``count_scheduled_tokens``."""
+    return sum((host.scheduled_tokens or {}).values())
 
 
 def preempt_all(host: HostedEngine) -> bool:
@@ -368,12 +375,13 @@ def _attributes(value: Any) -> Iterator[str]:
 
 
 def end_kept_turns(host: HostedEngine) -> None:
-    """Let the time of every turn that this engine keeps end now."""
-    from layerpush.compat.patches import our_connectors
-
-    ours = next((each.connector_scheduler for each, _ in our_connectors(host.scheduler.connector)), None)
-    while ours is not None and len(ours._kept_turns):
-        for request_id in ours._kept_turns:
-            ours.release_turn(request_id)
-        ours._step_is_due = True  # an idle engine would not step
+    """Let the time of every turn that this engine keeps end now, and wait until its ranks have ended them."""
+    release_turns(host)
+    while any(each.connector_scheduler._turns.needs_steps for each, _ in our_connectors(host.scheduler.connector)):
         host._step()
+
+
+def release_turns(host: HostedEngine) -> None:
+    """Let the time of every turn that this engine keeps end now."""
+    for each, _ in our_connectors(host.scheduler.connector):
+        assert each.connector_scheduler.reset_cache(lambda: True)

@@ -81,3 +81,17 @@ def test_p_leaves_while_d_returns_a_turn(fleet: Fleet, reference: Reference) -> 
     check_idle_soon(p)
     assert other.wait_output(handoff.request_id).token_ids == reference.tokens(handoff.token_ids, 4)
     d.call(probes.end_kept_turns)
+
+
+@pytest.mark.exhaustive
+def test_the_time_of_a_turn_ends_while_d_returns_it(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """D keeps the blocks until its WRITE has ended, and P loads the turn."""
+    p, d, other, first = answered(fleet, seed=606)
+    handoff, _ = held(p, d, other, first, seed=607)
+    (kept,) = first.params["remote_block_ids"]
+    d.call(probes.release_turns)
+    all_along(lambda: d.call(probes.owned_blocks, kept) == len(kept), 1.0, "D keeps the blocks")
+    d.call(wirefaults.lift)
+    check_computed(handoff, reference, p, len(handoff.token_ids) - shared_tokens(first))
+    check_idle_soon(d)
+    assert log.serious(d, "") == []

@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from layerpush.core.layout import CacheLayout, LayerSlots, Region
 from layerpush.core.step_plan import ChunkPlan, PromptProgress
 from layerpush.core.wire import Registration
 from layerpush.prefill.pushes import Pushes
+
+
+@dataclass
+class CountedBlock:
+    ref_cnt: int = 0
+
+
+class BlockPool:
+    """vLLM's, as far as it counts the owners of blocks."""
+
+    def __init__(self, size: int) -> None:
+        self.blocks = [CountedBlock() for _ in range(size)]
+
+    def touch(self, blocks: Sequence[CountedBlock]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[CountedBlock]) -> None:
+        for block in ordered_blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0, "freed twice"
+
+    @property
+    def owned(self) -> list[int]:
+        """The blocks with an owner."""
+        return [number for number, block in enumerate(self.blocks) if block.ref_cnt]
 
 
 def registration(

@@ -12,6 +12,7 @@ import pytest
 
 from layerpush.core import wire
 from layerpush.decode import load_protocol
+from layerpush.engine.scheduler import turn_protocol
 from layerpush.prefill import claim_protocol, push_protocol
 from tests.quotes import package
 
@@ -59,7 +60,7 @@ def test_objects_of_the_writer_thread_import_neither_engine_nor_threading(module
     assert not files & importers(module)
 
 
-@pytest.mark.parametrize("protocol", [claim_protocol, push_protocol, load_protocol])
+@pytest.mark.parametrize("protocol", [claim_protocol, push_protocol, load_protocol, turn_protocol])
 def test_a_message_shares_its_name_with_no_event_or_action(protocol: ModuleType) -> None:
     messages = {message.__name__ for message in get_args(wire.Message)}
     roots = (protocol.Event, protocol.Action)

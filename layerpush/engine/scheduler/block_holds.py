@@ -10,7 +10,7 @@ from typing import Any, Protocol
 class BlockPool(Protocol):
     """The part of vLLM's block pool that the scheduler's side uses. The pool hands out only blocks without a reference.
 
-    ``blocks`` are all blocks of the engine, by id.
+    ``blocks`` are all blocks of the engine, by id. ``ref_cnt`` of a block is the number of its owners.
     """
 
     blocks: Sequence[Any]

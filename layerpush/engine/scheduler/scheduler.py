@@ -51,15 +51,16 @@ from layerpush.core.request_params import PREFIXES, ParamsError, chosen_mode, is
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.wire import PROTOCOL_VERSION, Decline
 from layerpush.engine.metric_sources import watch_peer_errors
+from layerpush.engine.scheduler import turn_protocol as turn
 from layerpush.engine.scheduler.awaited_pushes import AwaitedPushes
 from layerpush.engine.scheduler.hand_overs import HandOvers
-from layerpush.engine.scheduler.kept_turns import KeptTurns
 from layerpush.engine.scheduler.last_window import LastWindows
 from layerpush.engine.scheduler.postponed_loads import PostponedLoads
 from layerpush.engine.scheduler.prefix_hits import PrefixHits, Tables
 from layerpush.engine.scheduler.provisional_steps import ProvisionalSteps
 from layerpush.engine.scheduler.request_filter import RequestFilter
 from layerpush.engine.scheduler.side_channel import bind, listen
+from layerpush.engine.scheduler.turns import Turns
 from layerpush.engine.unreported_aborts import NEXT_REPORT_S
 from layerpush.telemetry.metrics.catalog import (
     DROPPED_RECORDS,
@@ -134,12 +135,6 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._attempts: dict[str, int] = {}
         self._answered: set[str] = set()
         """P's requests that the front end has answered early."""
-        self._returns: dict[str, tuple[int, str] | None] = {}
-        """By request id, what a prompt shares with the turn that it brings: see ``_returned``."""
-        self._returning: dict[str, int] = {}
-        """P's requests whose load is under way, and the tokens that are there when it is over."""
-        self._cleared: set[str] = set()
-        """Kept turns that end because the cache is reset."""
         self._withdrawn: set[str] = set()
         self._answers_early = config.answer_early and patches.is_on("early-answers")
         self._workers_settle_until, self._step_is_due = 0.0, False
@@ -194,7 +189,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         """Whether a part of a prompt's KV is of use, and the prefix cache can hold it."""
         self.awaited = AwaitedPushes(self.registration_timeout, block_pool)
         self.last_windows = LastWindows(block_pool)
-        self._kept_turns = KeptTurns(block_pool, self._ranks)
+        self._turns = Turns(block_pool, self._ranks)
         self.metrics.level(PARKED_REQUESTS, lambda: self.awaited.block_holds.parked_requests)
         self.metrics.level(PARKED_BLOCKS, lambda: self.awaited.block_holds.parked_blocks)
 
@@ -207,6 +202,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if lacks_registration(request):
             self.postponed.request_waits(request.request_id, self.prompt_names(request))
         if is_pushed(request.kv_transfer_params):
+            if (shared := self._longest_shared(request)) is not None:
+                self._turns.bring(request.request_id, shared)
             first_tokens.allow_stop_tokens(request)
             transfer = transfer_id(request.kv_transfer_params)
             self._news.append(Arrived(request.request_id, transfer, self.prompt_digest(request)))
@@ -231,30 +228,23 @@ class LayerwisePushScheduler(VllmPushScheduler):
             return None, False
         self._prefix_hits.put_hit(request.request_id, num_computed_tokens)
         self._unplaced[request.request_id] = request
-        if (returned := self._returned(request)) is not None:
-            tokens = returned[0] - num_computed_tokens
+        if (shared := self._turns.shared(request.request_id)) is not None:
+            tokens = shared - num_computed_tokens
             return (tokens, True) if tokens >= max(1, self.kv_recompute_threshold) else (0, False)
         tokens, loads = self.matched_tokens(request, num_computed_tokens)
         if loads and num_computed_tokens + tokens == request.num_tokens:
             tokens = max(0, self._kinds.tokens_to_load(request.num_tokens) - num_computed_tokens)
         return tokens, loads and tokens > 0
 
-    def _returned(self, request: Request) -> tuple[int, str] | None:
-        """The first tokens of P's prompt that are those of a kept turn: their number, and their digest. None: the
-        request brings no turn, or it was tried.
-        """
-        if request.request_id not in self._returns:
-            self._returns[request.request_id] = self._longest_shared(request)
-        return self._returns[request.request_id]
-
-    def _longest_shared(self, request: Request) -> tuple[int, str] | None:
+    def _longest_shared(self, request: Request) -> turn.Register | None:
+        """The registration for the first tokens of P's prompt that are those of a kept turn. None: it brings none."""
         params, size = request.kv_transfer_params, max(self._kinds.block_sizes)
         try:
             brings_turn = self._takes_turns and is_returned(params, self._config)
         except ParamsError as error:
             self._request_filter.loads_nothing(request, error, time.perf_counter())
             return None
-        if not brings_turn or params["remote_engine_id"] == self.engine_id:
+        if not brings_turn or params["remote_engine_id"] == self.engine_id or request.request_id in self._turns:
             return None
         shown, tokens = params.get(PREFIXES) or "", params.get("remote_num_tokens") or 0
         stride = tokens * SHOWN_CHARS // len(shown) if shown else size
@@ -262,22 +252,21 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if stride >= LEAST_STRIDE:
             prefixes = self.prefixes_of(request, min(tokens, request.num_prompt_tokens - 1), stride)
         if prefixes is None:
-            return 0, ""
+            return turn.Register(0, "")
         shared = prefixes.shared(shown or prefixes.shown)
         shared -= shared % math.lcm(stride, size)
-        return shared, prefixes.digest(shared) or ""
+        return turn.Register(shared, prefixes.digest(shared) or "")
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """A request has its blocks: on D complete its registration, on P begin to load or to plan its prompt."""
         self._unplaced.pop(request.request_id, None)
-        returned = self._returns.get(request.request_id)
-        if returned is not None:
-            self._returns[request.request_id] = None  # it is tried once
-            if num_external_tokens:
+        match self._turns.handle(request.request_id, turn.Placed(num_external_tokens)):
+            case [turn.Register() as register]:
                 self.stage_return(request, blocks, num_external_tokens)
-                self._await_return(request, blocks, *returned)
+                self._await_return(request, blocks, register)
                 return
-            self._decline(request)
+            case [turn.SendDecline()]:
+                self._decline(request)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self.postponed.request_placed(request.request_id)
         staged = self.take_staged_registration(request.request_id, blocks)
@@ -318,21 +307,20 @@ class LayerwisePushScheduler(VllmPushScheduler):
         names = request.request_id, self.engine_id, params["remote_request_id"]
         self._news.append(PushDeclined(address, Decline(*names, self.prompt_digest(request), transfer_id(params))))
 
-    def _await_return(self, request: Request, blocks: KVCacheBlocks, tokens: int, digest: str) -> None:
+    def _await_return(self, request: Request, blocks: KVCacheBlocks, register: turn.Register) -> None:
         staged = self.take_staged_registration(request.request_id, blocks)
         assert staged is not None
         staged.message.update(
             layerpush=PROTOCOL_VERSION,
             prefill_request_id=request.kv_transfer_params["remote_request_id"],
-            prompt_digest=digest,
-            prefix_tokens=tokens,
+            prompt_digest=register.digest,
+            prefix_tokens=register.tokens,
         )
-        self._returning[request.request_id] = tokens
         self.awaited.await_push(request.request_id, staged.blocks, time.perf_counter(), RETURN_S)
 
     def goes_on_without(self, request_id: str) -> bool:
         """Whether a request computes its prompt, or waits for blocks again, if its load fails, whatever the policy."""
-        return request_id in self._returning or self.postponed.is_asked(request_id)
+        return self._turns.is_returning(request_id) or self.postponed.is_asked(request_id)
 
     def _await(self, request: Request, staged: StagedRegistration) -> None:
         staged.message.update(
@@ -353,7 +341,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._step_is_due = False
         short_of_blocks = self._is_short_of_blocks()
         free, now = self._block_pool.get_num_free_blocks(), time.perf_counter()
-        for request_id in self._kept_turns.to_release(free, now, short=short_of_blocks):
+        for request_id in self._turns.give_way(free, now, short=short_of_blocks):
             self.release_turn(request_id)
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, NixlConnectorMetadata)
@@ -383,9 +371,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
             self._reported(each, now)
         self.awaited.loads_ended(received)
         for request_id in received:
-            returned = self._returning.pop(request_id, 0)
-            if returned and request_id not in connector_output.failed_recving:
-                self._prefix_hits.put_hit(request_id, returned)
+            match self._turns.handle(request_id, turn.LoadEnded(request_id in connector_output.failed_recving)):
+                case [turn.Count(tokens)]:
+                    self._prefix_hits.put_hit(request_id, tokens)
             loading, kept = self._loading.pop(request_id, None), self._kept.pop(request_id, 0)
             if loading is not None:
                 self._keep_prefix(*loading, kept)
@@ -413,8 +401,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             case LoadUnregistered():
                 self.postponed.load_unregistered(news.request_id, news.rank)
             case TurnEnded():
-                self._kept_turns.turn_ended(news.request_id, news.rank)
-                self._cleared &= set(self._kept_turns)
+                self._turns.handle(news.request_id, turn.RankEnded(news.rank))
             case PushWithdrawn():
                 if news.request_id in self._answered:
                     self._withdrawn.add(news.request_id)
@@ -467,10 +454,12 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._withdrawn.discard(request.request_id)
         self._unplaced.pop(request.request_id, None)
         self._attempts.pop(request.request_id, None)
-        self._returning.pop(request.request_id, None)
         self.postponed.request_finished(request.request_id)
-        never_registered, returned = lacks_registration(request), self._returns.pop(request.request_id, None)
-        if never_registered or returned is not None:
+        never_registered, declines = (
+            lacks_registration(request),
+            self._turns.handle(request.request_id, turn.Finished()),
+        )
+        if never_registered or declines:
             self._decline(request)
         if self._dropped.pop(request.request_id, None) is not None:
             block_ids = self.last_windows.restored(request.request_id, block_ids)
@@ -503,6 +492,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             or is_pushed(request.kv_transfer_params)
             or is_one_of_several(request.request_id)
             or not has_answer(request)
+            or request.request_id in self._turns
         ):
             return None
         size = max(self._kinds.block_sizes)
@@ -517,15 +507,16 @@ class LayerwisePushScheduler(VllmPushScheduler):
         )
         self._news.append(Arrived(request.request_id, prefixes=prefixes))
         self._prompt_tokens[request.request_id] = tokens
-        self._kept_turns.keep(request.request_id, itertools.chain.from_iterable(blocks))
+        self._turns.keep(request.request_id, itertools.chain.from_iterable(blocks))
         return self.keep_turn(request, blocks, tokens, prefixes.shown)
 
-    def reset_cache(self) -> bool:
-        """Let every kept turn end. The engine steps until they have. Returns whether there is none."""
-        self._cleared = set(self._kept_turns)
-        for request_id in self._cleared:
+    def reset_cache(self, reset: Callable[[], bool]) -> bool:
+        """vLLM's ``reset`` of its prefix cache, as if no turn was kept. If it succeeds, every kept turn ends."""
+        with self._turns.lent():
+            done = reset()
+        for request_id in self._turns.release(time.perf_counter()) if done else ():
             self.release_turn(request_id)
-        return not self._cleared
+        return done
 
     def shutdown(self) -> None:
         """Stop vLLM's scheduler side, and close the trace."""
@@ -534,7 +525,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine has to step although it has no request: workers still have outcomes to report."""
-        pending = super().has_pending_push_work() or self._news or self._cleared
+        pending = super().has_pending_push_work() or self._news or self._turns.needs_steps
         return bool(pending) or self.awaited.needs_steps or self._workers_settle
 
     @property

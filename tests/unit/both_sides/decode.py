@@ -41,7 +41,9 @@ from layerpush.decode.early_messages import LoadMessage
 from layerpush.decode.loads import Loads
 from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
+from layerpush.engine.scheduler import turn_protocol
 from layerpush.engine.scheduler.postponed_loads import PostponedLoads
+from layerpush.engine.scheduler.turns import Turns
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import LoadRecord
@@ -63,6 +65,7 @@ from tests.unit.both_sides.process import (
     Turn,
     kv_layers,
 )
+from tests.unit.builders import BlockPool
 
 if TYPE_CHECKING:
     from tests.unit.both_sides.world import World
@@ -120,6 +123,7 @@ class DecodeEngine(Process):
         self.queue: list[Waiting] = []
         self._numbers = itertools.count(1)
         self.postponed = PostponedLoads(1)
+        self.turns = Turns(BlockPool(0), 1)
         self.memory = np.full(LAYERS * D_BLOCKS * BLOCK_BYTES, POISON, np.uint8)
         self.watch = PeerWatch(PEER_TIMEOUT_S)
         self.caches: list[Descriptors] = []
@@ -142,6 +146,9 @@ class DecodeEngine(Process):
     def load(self, prompt: Prompt, prefill_request_id: str | None, cached: int, *, first: bool = False) -> None:
         """Ask for the KV of a prompt; ``cached`` of its blocks are here already. ``first``: before all that wait."""
         request_id = self.world.new_id(prompt.base)
+        if isinstance(prompt, Turn):
+            digest = prompt.prefixes.digest(prompt.tokens)
+            self.turns.bring(request_id, turn_protocol.Register(prompt.tokens, digest or ""))
         self._wait(Waiting(prompt, request_id, prefill_request_id, cached), first=first)
         self.schedule()
 
@@ -174,7 +181,9 @@ class DecodeEngine(Process):
         digest: str | None = prompt.text
         prefix_tokens = 0
         if isinstance(prompt, Turn):
-            sampling, digest, prefix_tokens = None, prompt.prefixes.digest(prompt.tokens), prompt.tokens
+            (register,) = self.turns.handle(waiting.request_id, turn_protocol.Placed(len(blocks) * BLOCK_SIZE))
+            assert isinstance(register, turn_protocol.Register)
+            sampling, digest, prefix_tokens = None, register.digest, register.tokens
         load = Load(prompt, waiting.request_id, blocks, self.world.now + OVERDUE_S, sampling, waiting)
         self.loads[load.request_id] = load
         for owned in self.caches:
@@ -211,6 +220,7 @@ class DecodeEngine(Process):
     def abort(self, load: Load) -> None:
         """The scheduler keeps the blocks until the worker reports the load's end."""
         load.aborted = True
+        self.turns.handle(load.request_id, turn_protocol.Finished())
         self.postponed.request_finished(load.request_id)
         self.task(lambda: self.open_loads.abort(load.request_id, "aborted", self.world.now))
 
@@ -240,7 +250,6 @@ class DecodeEngine(Process):
         assert is_right or (load.damaged and not is_compared), f"{load} was reported complete over wrong bytes"
         assert (load.first_token is None) == (load.sampling is None), f"{load} lacks its answer, or did not ask"
         self.postponed.load_ended(load.request_id)
-        self.world.returned += isinstance(load.prompt, Turn)
         self._end(load, "loaded")
 
     # News to the scheduler.
@@ -355,6 +364,8 @@ class DecodeEngine(Process):
         assert load.outcome is None, f"{load} is reported again, as {outcome}"
         load.outcome = outcome
         self.world.outcomes[outcome] += 1
+        counted = self.turns.handle(load.request_id, turn_protocol.LoadEnded(outcome != "loaded"))
+        self.world.returned += len(counted)
         if not load.parked:
             self._give_away(load)
         elif load.kept:

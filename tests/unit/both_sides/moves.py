@@ -103,6 +103,11 @@ def keep_turn(world: World, pick: Pick) -> None:
     _prefill(world).keep(Turn(pick("ab"), f"turn {len(world.turns)}", pick([8, 12])))
 
 
+@move(2, lambda world: _computes(world) and bool(world.turns))
+def release_turns(world: World, pick: Pick) -> None:
+    _prefill(world).release_turns(reset=pick([False, False, True]))
+
+
 @move(6, lambda world: bool(_decoding(world)) and bool(world.turns))
 def ask_for_turn(world: World, pick: Pick) -> None:
     """The next turn's prompt begins as a turn that P keeps, or has kept. A client may have mixed up their names."""

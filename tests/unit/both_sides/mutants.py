@@ -15,6 +15,8 @@ from layerpush.decode import load_protocol as awaited
 from layerpush.decode.load_protocol import Action
 from layerpush.decode.load_session import LoadSession
 from layerpush.decode.outcomes import Outcomes
+from layerpush.engine.scheduler import turn_protocol as turns
+from layerpush.engine.scheduler.turns import Turn, Turns
 from layerpush.prefill import claim_protocol as claims
 from layerpush.prefill import push_protocol as pushed
 from layerpush.prefill.claim_session import Claim
@@ -240,6 +242,27 @@ def a_kept_turn_is_any_of_its_name(patch: Patch) -> None:
         return prompt.prefixes is None and plain(self, named, prompt)
 
     patch.setattr(Pairing, "prompts_differ", mutated)
+
+
+@mutant(turns=True, hold_writes=0.8)
+def a_kept_turn_ends_with_its_first_rank(patch: Patch) -> None:
+    plain = Turns.keep
+
+    def mutated(self: Turns, request_id: str, blocks: Any) -> None:
+        self._ranks = 1
+        plain(self, request_id, blocks)
+
+    patch.setattr(Turns, "keep", mutated)
+
+
+@mutant(turns=True, hold_writes=0.8)
+def a_turn_that_gives_way_is_free_at_once(patch: Patch) -> None:
+    def mutated(self: Turn, event: turns.Released, actions: list[turns.Action]) -> turns.State:
+        actions.append(turns.Free())
+        return plain(self, event, actions)
+
+    plain = Turn._on_released
+    patch.setitem(Turn.HANDLERS, turns.Released, mutated)
 
 
 @mutant(seed=75, hold_writes=0.8)

@@ -10,6 +10,8 @@ from layerpush.core.first_token import Sampled
 from layerpush.core.push_mode import PushMode
 from layerpush.core.request_names import Arrived
 from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
+from layerpush.engine.scheduler.turn_protocol import RankEnded
+from layerpush.engine.scheduler.turns import Turns
 from tests.unit.both_sides.prefill_rank import PrefillRank
 from tests.unit.both_sides.process import (
     BLOCK_SIZE,
@@ -19,7 +21,7 @@ from tests.unit.both_sides.process import (
     Prompt,
     Turn,
 )
-from tests.unit.builders import wait_at_random
+from tests.unit.builders import BlockPool, wait_at_random
 
 if TYPE_CHECKING:
     from tests.unit.both_sides.world import World
@@ -57,6 +59,8 @@ class PrefillEngine:
         self.world, self.engine_id, self.size = world, engine_id, size
         self.frozen = False
         self.pool = Pool(world.prefill_blocks)
+        self.turn_blocks = BlockPool(world.prefill_blocks)
+        self.turns = Turns(self.turn_blocks, size)
         self.requests: dict[str, Request] = {}
         self.step: tuple[Request, ChunkPlan] | None = None
         self.layers_left: list[int] = []
@@ -90,6 +94,7 @@ class PrefillEngine:
             request.computed, request.leased_until = turn.tokens, self.world.now + LEASE_S
             self.requests[request.request_id] = request
             self.world.turns.append((request.request_id, turn))
+            self.turns.keep(request.request_id, table)
         for rank in self.ranks:
             if table is not None:
                 rank.own(table, turn.text)
@@ -97,6 +102,20 @@ class PrefillEngine:
                 rank.claims.requests_arrived([Arrived(request.request_id, prefixes=turn.prefixes)])
                 rank.capture.finish(request.request_id, (list(table),), tokens=turn.tokens, is_turn=True)
             rank.capture.arm(StepPlan(accepted=accepted))
+
+    def release_turns(self, *, reset: bool) -> None:
+        """The engine needs the blocks of a turn, or its prefix cache is reset."""
+        now = self.world.now
+        for request_id in self.turns.release(now) if reset else self.turns.give_way(0, now, short=True):
+            self.requests[request_id].leased_until = now
+        self._free_turns()
+
+    def _free_turns(self) -> None:
+        free = set(range(self.pool.size)).difference(self.turn_blocks.owned)
+        for request in [each for each in self.requests.values() if isinstance(each.prompt, Turn)]:
+            if free.issuperset(request.table or ()):
+                self._give_away(request)
+                del self.requests[request.request_id]
 
     def begin_step(
         self, request: Request, tokens: int, cached: int = 0, loaded: int = 0, lost: int | None = None
@@ -237,7 +256,10 @@ class PrefillEngine:
         assert request.leased_until is not None, "sent before it was finished"
         request.over.add(rank.rank)
         rank.evictions.append(request_id)
-        if len(request.over) == self.size:
+        if isinstance(request.prompt, Turn):
+            self.turns.handle(request_id, RankEnded(rank.rank))
+            self._free_turns()
+        elif len(request.over) == self.size:
             self._give_away(request)
             del self.requests[request_id]
 
@@ -263,4 +285,5 @@ class PrefillEngine:
         for rank in self.ranks:
             rank.assert_idle()
         assert not self.requests
+        assert not self.turns.needs_steps
         assert len(self.pool.free) == self.pool.size - 1

@@ -13,7 +13,7 @@ from layerpush.core.prefill_identity import TO_PREFILL
 from tests.unit.proxy.world import World, asynchronous, world
 
 SESSION = {"X-Session-Id": "talk"}
-ANSWER = b'{"id": "1", "kv_transfer_params": {"remote_host": "d", "do_remote_decode": true}, "choices": [1.50]}'
+ANSWER = b'{"id": "1", "kv_transfer_params": {"remote_host": "d", "do_remote_decode": false}, "choices": [1.50]}'
 WHO = ("key", "talk")
 
 
@@ -48,6 +48,26 @@ async def test_no_other_request_gets_them(headers: dict[str, str] | None) -> Non
         reply = await here.post(headers=headers)
         assert b"127.0.0.1" not in reply.body
         assert to_p(here) == [TO_PREFILL, TO_PREFILL]
+
+
+@pytest.mark.parametrize("headers", [None, {"X-Session-Id": ""}])
+@asynchronous
+async def test_requests_without_a_session_share_none(headers: dict[str, str] | None) -> None:
+    async with world(d0={"keeps_turns": True}) as here:
+        for _ in range(2):
+            await here.post(headers=headers)
+        assert to_p(here) == [TO_PREFILL, TO_PREFILL]
+
+
+@asynchronous
+async def test_a_question_to_p_brings_none() -> None:
+    async with world(d0={"keeps_turns": True}) as here:
+        await here.post(headers=SESSION)
+        prefill, _ = here.engines
+        prefill.identity = prefill.asked_at = None
+        asked = len(here.p.probes)
+        await here.post(headers=SESSION)
+        assert [seen.params for seen in here.p.probes[asked:]] == [TO_PREFILL]
 
 
 @asynchronous
