@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 import layerpush
+from layerpush.apps.estimate.command import estimate
 from layerpush.apps.extras import require
 from layerpush.apps.files.command import files
 from layerpush.apps.proxy.command import proxy
@@ -29,6 +30,7 @@ app = typer.Typer(
     help=(
         "Layer-wise KV push for vLLM's prefill/decode disaggregation. The prefill engine writes each layer's KV into "
         "the decode engine's memory while it computes the next layer.\n\n"
+        "[bold]What would it gain?[/bold]  layerpush estimate MODEL --gpu H100 --link 100gbit\n\n"
         "[bold]Is this machine ready?[/bold]  layerpush doctor\n\n"
         "[bold]See it work without a GPU:[/bold]  make demo, in a checkout\n\n"
         "[bold]Use it:[/bold]  vllm serve MODEL --kv-transfer-config "
@@ -40,6 +42,7 @@ app = typer.Typer(
 )
 app.command()(proxy)
 app.command()(files)
+app.command()(estimate)
 app.add_typer(trace_app, name="trace")
 
 

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from layerpush.core.kv_kind import WHOLE_PROMPT, KvKind, Ranks
+from layerpush.core.kv_kind import WHOLE_PROMPT, KvKind, Ranks, in_chunk, in_window
 
 WINDOW = "`sliding_window` - 1 tokens before it"
 HOOK, WHOLE = "when its hook is called", "never: the engine pushes whole requests"
@@ -42,13 +42,11 @@ def _full(spec: Any, ranks: Ranks | None = None) -> KvKind:
 
 
 def _window(spec: Any, ranks: Ranks) -> KvKind:
-    window = int(spec.sliding_window)
-    return KvKind(spec.block_size, first_attended=lambda position: max(0, position - window + 1), ranks=ranks)
+    return KvKind(spec.block_size, first_attended=in_window(int(spec.sliding_window)), ranks=ranks)
 
 
 def _chunked(spec: Any) -> KvKind:
-    chunk = int(spec.attention_chunk_size)
-    return KvKind(spec.block_size, first_attended=lambda position: position - position % chunk, ranks="heads")
+    return KvKind(spec.block_size, first_attended=in_chunk(int(spec.attention_chunk_size)), ranks="heads")
 
 
 def _state(spec: Any) -> KvKind:

@@ -20,6 +20,16 @@ def _from_the_start(_: int) -> int:
     return 0
 
 
+def in_window(tokens: int) -> Callable[[int], int]:
+    """The first position that a token attends to, by its own: a sliding window of ``tokens``, its own included."""
+    return lambda position: max(0, position - tokens + 1)
+
+
+def in_chunk(tokens: int) -> Callable[[int], int]:
+    """The same for attention inside chunks of ``tokens``."""
+    return lambda position: position - position % tokens
+
+
 def _unchanged(table: list[int]) -> list[int]:
     return table
 

@@ -1,4 +1,4 @@
-"""Pictures of the documentation, of results of ``bench.forward``, ``bench.kept`` and ``bench.fleet``."""
+"""Pictures of the documentation: results of ``bench.forward``, ``bench.kept`` and ``bench.fleet``, and an estimate."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from bench.fleet.studies import chosen
 from bench.forward.growth import COUNTED, Line
 from bench.keptpage import KEPT, NOTHING
 from bench.markdown import Result
+from scripts.docgen import estimates
 
 ROOT = Path(__file__).parents[2]
 HASH_SALT = "layerpush"
@@ -113,6 +114,13 @@ def fleet_restart(path: Path) -> None:
         _finish(panel)
 
 
+def estimate(path: Path) -> None:
+    """The picture of the example of `layerpush estimate`."""
+    with _figure(1, 1, path, "Exposed time by the speed of the link") as grid:
+        estimates.draw_example(grid[0][0])
+        grid[0][0].legend(fontsize="small")
+
+
 PICTURES: Mapping[Path, Callable[[Path], None]] = {
     ROOT / "docs/exposed-by-length.svg": exposed,
     ROOT / "docs/growth.svg": growing,
@@ -120,6 +128,7 @@ PICTURES: Mapping[Path, Callable[[Path], None]] = {
     ROOT / "docs/fleet-load.svg": fleet_load,
     ROOT / "docs/fleet-incast.svg": fleet_incast,
     ROOT / "docs/fleet-restart.svg": fleet_restart,
+    ROOT / "docs/estimate.svg": estimate,
 }
 
 

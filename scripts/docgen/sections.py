@@ -16,6 +16,7 @@ from layerpush.telemetry.metrics.catalog import Side
 from scripts.docgen import (
     contributing,
     copies,
+    estimates,
     figures,
     hooks,
     kinds,
@@ -47,6 +48,7 @@ def of(name: str, render: Callable[[Result], str]) -> Callable[[Path], str]:
 
 README, CONFIGURATION, SECURITY = "README.md", "docs/configuration.md", "docs/security.md"
 METRICS, PROXY, FLEET = "docs/metrics.md", "docs/proxy.md", "docs/fleet.md"
+ESTIMATE = "docs/estimate.md"
 BENCHMARKS, COMPATIBILITY, CONTRIBUTING = "docs/benchmarks.md", "docs/compatibility.md", "docs/contributing.md"
 PROTOCOL, FAILURES, SOAK = "docs/design/protocol.md", "docs/design/failures.md", "docs/soak.md"
 
@@ -75,6 +77,8 @@ SECTIONS: Mapping[str, Section] = {
     "fleet-incast": Section((FLEET,), of("fleet.json", fleet.incast_table)),
     "fleet-ratio": Section((FLEET,), of("fleet.json", fleet.ratio_table)),
     "fleet-scale": Section((FLEET,), of("fleet.json", fleet.scale_table)),
+    "estimate-example": Section((ESTIMATE,), lambda _: estimates.example()),
+    "estimate-check": Section((ESTIMATE,), estimates.check),
     "soak-summary": Section((BENCHMARKS,), of("soak.json", soakrun.summary)),
     "soak-tables": Section((SOAK,), of("soak.json", soakrun.tables)),
     "protocol-course": Section((PROTOCOL,), lambda _: protocol.course()),

@@ -53,6 +53,9 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     (QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5600 python"): (BY_HAND,),
     (QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 python"): (BY_HAND,),
     (QUICKSTART, "layerpush proxy --prefill http://127.0.0.1:8100"): (BY_HAND,),
+    ("docs/estimate.md", "layerpush estimate"): (
+        "tests/unit/test_estimate.py::test_the_table_fits_a_terminal_and_says_what_it_does_not_know",
+    ),
     ("docs/routers.md", "vllm-router --host"): ("tests/e2e/test_vllm_router.py::test_a_prefill_engine_refuses",),
     ("docs/soak.md", "scripts/soak --list"): (f"{HERE}::test_the_soak_lists_its_faults",),
     ("docs/trace.md", "layerpush trace summary DIR"): (

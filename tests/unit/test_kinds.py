@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from layerpush.apps.estimate.model import model_of
 from layerpush.compat.cache_layout import drafted_states
 from layerpush.compat.kinds import KINDS, CacheKinds, UnknownKindError, has_states, kind_of
 from layerpush.core.kv_kind import WHOLE_PROMPT
@@ -149,3 +150,15 @@ def test_an_unknown_kind_is_refused_by_name_and_with_a_remedy() -> None:
     group = SimpleNamespace(kv_cache_spec=FooSpec(block_size=16))
     with pytest.raises(UnknownKindError, match=r"FooSpec: use vLLM's NixlPushConnector.* or add a row .*kinds\.py"):
         CacheKinds(SimpleNamespace(kv_cache_groups=[group], transfer_groups=[group]))
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "ranks"),
+    [
+        ("llama-3.1-8b", FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=128, dtype=torch.bfloat16), 4),
+        ("llama-3.1-8b", FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=128, dtype=torch.bfloat16), 16),
+        ("deepseek-v3", MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16), 8),
+    ],
+)
+def test_estimates_count_the_bytes_of_a_page_as_vllm_does(name: str, spec: KVCacheSpec, ranks: int) -> None:
+    assert 16 * model_of(name).rank_bytes(ranks) == spec.page_size_bytes

@@ -98,7 +98,7 @@ def modules_in(*folders: str) -> tuple[str, ...]:
 
 PURE = modules_in("core", "telemetry", "apps/files")
 SURFACE = {
-    "": ("layerpush.apps.cli", *PURE, *modules_in("apps/tracing")),
+    "": ("layerpush.apps.cli", *PURE, *modules_in("apps/tracing", "apps/estimate")),
     "proxy": ("layerpush.apps.metrics_port", *modules_in("apps/proxy")),
     "plot": ("matplotlib.pyplot", "layerpush.apps.tracing.picture"),
     "cpu": ("layerpush.connector", "layerpush_kernels"),
@@ -134,7 +134,7 @@ def link_packages(packages: Path, distributions: Iterable[metadata.Distribution]
 @pytest.mark.parametrize("extra", ["", "proxy", "plot"], ids=lambda value: value or "base")
 def test_the_installed_wheel_needs_only_the_packages_of_its_extra(extra: str, built: Built, tmp_path: Path) -> None:
     """Other packages cannot be imported: the fresh environment links only the distributions of the extra. The base is
-    enough for the help of every command.
+    enough for the help of every command, and for estimates.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "fresh"], check=True, timeout=60)
     python = tmp_path / "fresh/bin/python"
@@ -165,6 +165,7 @@ def test_the_installed_wheel_needs_only_the_packages_of_its_extra(extra: str, bu
         (["trace", "plot", "--help"], "X-Request-Id"),
         (["doctor", "--help"], "side-channel port"),
         (["files", "kubernetes/config.yaml"], "ConfigMap"),
+        (["estimate", "llama-3.1-8b", "--gpu", "H100", "--link", "100gbit"], "Not known:"),
     ):
         done = run(command, *words)
         assert done.returncode == 0, done.stderr

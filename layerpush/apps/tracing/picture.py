@@ -58,7 +58,7 @@ def draw_request(request: RequestTrace, path: Path) -> None:
         legend |= {f"D's scheduler: {phase}": colour for phase, colour in TOKEN_COLOURS.items()}
     if any(load.t_parked for load in loads):
         legend["D: parked blocks"] = PARKED_COLOUR
-    with _panels(path, heights, 1, legend) as grid:
+    with panel_grid(path, heights, 1, legend) as grid:
         panels = [row[0] for row in grid]
         if rows:
             _draw_decode(panels[0], loads, request.first_tokens, request.begin)
@@ -81,7 +81,7 @@ def draw_pushes(pushes: Mapping[str, PushRecord], path: Path) -> None:
     times = {name: completed_times(push) for name, push in pushes.items()}
     longest = 1e3 * max(ready - planned for planned, ready, _ in times.values())
     exposed = 1e3 * max(landed - ready for _, ready, landed in times.values())
-    with _panels(path, [4.4, 2.6], len(pushes), LEGEND, share="row") as (ends, wholes):
+    with panel_grid(path, [4.4, 2.6], len(pushes), LEGEND, share="row") as (ends, wholes):
         for end, whole, (name, push) in zip(ends, wholes, pushes.items(), strict=True):
             _, ready, landed = times[name]
             for axes in (end, whole):
@@ -102,12 +102,18 @@ def _late(push: PushRecord) -> float:
 
 
 @contextmanager
-def _panels(
-    path: Path, heights: Sequence[float], columns: int, legend: Mapping[str, str], share: Literal["col", "row"] = "col"
+def panel_grid(
+    path: Path,
+    heights: Sequence[float],
+    columns: int,
+    legend: Mapping[str, str],
+    share: Literal["col", "row"] = "col",
+    width: float = 15,
 ) -> Iterator[Any]:
     """A grid of panels, ``grid[row][column]``, with rows of these heights in inches; the file is written at the end.
 
-    The panels of a column, or of a row, ``share`` their time scale.
+    The panels of a column, or of a row, ``share`` their time scale. Raises ``PictureError`` without matplotlib, and for
+    an ending of the file that it does not know.
     """
     try:
         import matplotlib as mpl
@@ -120,7 +126,7 @@ def _panels(
     figure, grid = plt.subplots(
         len(heights),
         columns,
-        figsize=(15, sum(heights) + 1.6),
+        figsize=(width, sum(heights) + 1.6),
         sharex=share,
         squeeze=False,
         layout="constrained",
