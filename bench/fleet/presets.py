@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from layerpush.apps.estimate.estimate import Wire
+
 
 @dataclass(frozen=True)
 class Model:
@@ -38,7 +40,7 @@ token before it. ``kv_tokens``: 52 and 41 GB of a GPU.
 CHUNK_TOKENS = 8192
 """Tokens of a prefill step: ``max_num_batched_tokens``."""
 BLOCK_TOKENS = 64
-WRITE_S, DESCRIPTOR_S = 20e-6, 0.3e-6
+WRITE_S, DESCRIPTOR_S = Wire.write_s, Wire.descriptor_s
 """A WRITE of any size, and each of its descriptors: a block of a layer."""
 MESSAGE_S = 10e-6
 """A notification from one engine to another."""
