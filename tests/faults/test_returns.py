@@ -94,4 +94,4 @@ def test_the_time_of_a_turn_ends_while_d_returns_it(fleet: Fleet, reference: Ref
     d.call(wirefaults.lift)
     check_computed(handoff, reference, p, len(handoff.token_ids) - shared_tokens(first))
     check_idle_soon(d)
-    assert log.serious(d, "") == []
+    assert log.serious(d, "Releasing expired") == []
