@@ -66,8 +66,16 @@ def split_at(worker: NixlPushConnectorWorker, vllm_config: VllmConfig) -> float:
     assert vllm_config.kv_transfer_config is not None
     if not ends_with_flush(worker):
         return 0
-    threads = vllm_config.kv_transfer_config.get_from_extra_config("num_threads", 4)
-    return SPLIT_AT if threads else math.inf
+    return SPLIT_AT if vllm_config.kv_transfer_config.get_from_extra_config("num_threads", 0) else math.inf
+
+
+def use_one_thread(vllm_config: VllmConfig) -> None:
+    """Set ``num_threads`` to 0 for vLLM, whose default is 4, unless the operator has set it.
+
+    Over TCP, under load, large WRITEs did not end with NIXL's own threads. Nothing confirms their end after a failure.
+    """
+    assert vllm_config.kv_transfer_config is not None
+    vllm_config.kv_transfer_config.kv_connector_extra_config.setdefault("num_threads", 0)
 
 
 def ends_with_flush(worker: NixlPushConnectorWorker) -> bool:

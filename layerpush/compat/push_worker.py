@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 from layerpush.compat import patches
 from layerpush.compat.affinity import Affinity
 from layerpush.compat.cache_layout import check_stage, check_transferable
-from layerpush.compat.engine_settings import ends_with_flush, split_at
+from layerpush.compat.engine_settings import ends_with_flush, split_at, use_one_thread
 from layerpush.compat.handshake import difference, settings_of, signed
 from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor, answered_by_layerpush
 from layerpush.compat.heartbeats import Heartbeats
@@ -91,6 +91,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
     ) -> None:
         patches.install(patches.Process.WORKER)
         self._loop: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        use_one_thread(vllm_config)
         with Affinity() as self._cores:
             super().__init__(vllm_config, engine_id, kv_cache_config)
         self._push_writer_wake = waker

@@ -36,9 +36,7 @@ LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 4, 2, 32, 32, 40
 NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
 TOKENS_PER_STEP = 64
 STAGING_BYTES = 1 << 20
-"""Each engine writes zeros into its staging memory. The default is 64 MiB. NIXL's four threads of vLLM's default would
-cost each engine a quarter of a second.
-"""
+"""Each engine writes zeros into its staging memory. The default is 64 MiB."""
 
 
 def config_of(
@@ -49,9 +47,11 @@ def config_of(
     connector: str = "LayerwisePushConnector",
     **options: Any,
 ) -> VllmConfig:
-    extra = {"staging_bytes": STAGING_BYTES, "num_threads": 0} | (extra or {})
+    extra = {"staging_bytes": STAGING_BYTES} | (extra or {})
     if connector == "LayerwisePushConnector":  # some pushes are wrong on purpose, and tests read each message
         extra = {"verify": 0} | extra
+    else:
+        extra = {"num_threads": 0} | extra
     transfer = KVTransferConfig(
         kv_connector=connector, engine_id=engine_id, kv_role=role, kv_connector_extra_config=extra
     )

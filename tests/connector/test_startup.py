@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -121,20 +122,21 @@ def test_upstreams_settings_pass_through(engine: Build) -> None:
     assert p.connector.connector_scheduler._kv_lease_duration == 7
 
 
-def test_one_nixl_agent_is_made(engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's initialiser would build a second worker."""
+@pytest.mark.parametrize("threads", [None, 0, 2])
+def test_one_nixl_agent_is_made(engine: Build, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's initialiser would build a second worker. The agent has no threads for WRITEs unless the operator wants."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
     made = []
     agent = base_worker.NixlWrapper
 
-    def counting(*args: object, **kwargs: object) -> object:
-        made.append(args)
-        return agent(*args, **kwargs)
+    def counting(name: str, config: Any) -> object:
+        made.append(config.num_threads)
+        return agent(name, config)
 
     monkeypatch.setattr(base_worker, "NixlWrapper", counting)
-    engine("kv_producer", {"num_threads": 4})
-    assert len(made) == 1
+    engine("kv_producer", {} if threads is None else {"num_threads": threads})
+    assert made == [threads or 0]
 
 
 def test_the_compute_thread_is_not_bound_to_the_transfer_core(engine: Build) -> None:

@@ -90,10 +90,13 @@ def transfer(
 ) -> str:
     """The KVTransferConfig fields of one connector, as JSON. `extra` becomes kv_connector_extra_config.
 
-    Every push by layer is verified, but not that of a connector that a test has changed.
+    Every push by layer is verified, but not that of a connector that a test has changed. Stock engines have no threads
+    for large WRITEs, as the pages advise over TCP.
     """
     if connector != STOCK or module_path is not None:
         extra = {"verify": 1.0 if connector == LAYERWISE else 0} | extra
+    else:
+        extra = {"num_threads": 0} | extra
     fields: dict[str, Any] = {"kv_connector": connector}
     if on_failed_load is not None:
         fields["kv_load_failure_policy"] = on_failed_load

@@ -370,7 +370,7 @@ class Engine:
             target,
             role,
             self.engine_id,
-            {"num_threads": 0} | ({} if side.stock else LAYERPUSH | {"layerwise": side.layerwise}),
+            {"num_threads": 0} if side.stock else LAYERPUSH | {"layerwise": side.layerwise},
             "NixlPushConnector" if side.stock else "LayerwisePushConnector",
             tensor_parallel_size=side.tp,
             pipeline_parallel_size=side.pp,
