@@ -27,7 +27,7 @@ VLLM_VERSIONS = ((0, 32), (0, 34))
 NIXL_FROM = (1, 5)
 SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES", "NIXL_UCX_SGL_ENABLE")
 """Variables of UCX, and of NIXL's UCX backend, that are shown."""
-EXTRAS = "pip install 'layerpush[cuda]' on a GPU machine, 'layerpush[cpu]' elsewhere"
+EXTRAS = "in a checkout of layerpush: pip install '.[cuda]' on a GPU machine, '.[cpu]' elsewhere"
 PROBE_TIMEOUT_S = 60
 
 # Runs in a process of its own, as the check of torch's companions does: a bad UCX setting may hang or kill it.
@@ -126,7 +126,7 @@ def check_vllm() -> Result:
 def check_plugin() -> Result:
     entries = [entry for entry in metadata.entry_points(group="vllm.general_plugins") if entry.name == "layerpush"]
     if not entries:
-        return _fail("no entry point", "install layerpush itself: pip install layerpush, or pip install -e .")
+        return _fail("no entry point", "install layerpush itself, in a checkout: pip install .")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "layerpush" not in allowed.split(","):
         return _fail(f"VLLM_PLUGINS={allowed} excludes layerpush", "add layerpush to it, or unset it")
@@ -219,11 +219,16 @@ def check_device() -> Result:
         found = f"CPU, {_cores()} cores; no CUDA device"
         if build == "cpu":
             return _ok(found)
-        return _fail(f"{found}, but vLLM is not its CPU build", "pip install 'layerpush[cpu]' in a fresh environment")
+        return _fail(
+            f"{found}, but vLLM is not its CPU build",
+            "pip install '.[cpu]' in a checkout of layerpush, in a fresh environment",
+        )
     models = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found = ", ".join(f"{models.count(model)} x {model}" for model in dict.fromkeys(models))
     if build == "cpu":
-        return _warn(f"{found}, but vLLM is its CPU build", "pip install 'layerpush[cuda]' to use the GPU")
+        return _warn(
+            f"{found}, but vLLM is its CPU build", "pip install '.[cuda]' in a checkout of layerpush, to use the GPU"
+        )
     return _ok(found)
 
 

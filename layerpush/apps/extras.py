@@ -21,7 +21,7 @@ def require(command: str, extra: Extra) -> None:
     missing = [name for name in MODULES[extra] if find_spec(name) is None]
     if missing:
         typer.echo(
-            f"layerpush {command} needs {', '.join(missing)}, not installed here: pip install 'layerpush[{extra}]'",
+            f"layerpush {command} needs {', '.join(missing)}, not installed here: pip install {' '.join(missing)}",
             err=True,
         )
         raise typer.Exit(2)

@@ -163,10 +163,10 @@ def test_transports_of_a_gpu_machine(tls: str | None, verdict: Grade, monkeypatc
     ("gpu", "build", "verdict", "advice"),
     [
         (False, "cpu", OK, ""),
-        (False, "cuda", FAIL, "layerpush[cpu]"),
-        (False, "", FAIL, "layerpush[cpu]"),
+        (False, "cuda", FAIL, "'.[cpu]'"),
+        (False, "", FAIL, "'.[cpu]'"),
         (True, "cuda", OK, ""),
-        (True, "cpu", WARN, "layerpush[cuda]"),
+        (True, "cpu", WARN, "'.[cuda]'"),
     ],
 )
 def test_device(gpu: bool, build: str, verdict: Grade, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:

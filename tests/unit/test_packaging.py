@@ -172,11 +172,13 @@ def test_the_installed_wheel_needs_only_the_packages_of_its_extra(extra: str, bu
         assert said in done.stdout
     done = run(command, "proxy", "--prefill", "http://p:1", "--decode", "http://d:1")
     assert done.returncode == 2
-    assert done.stderr.endswith("pip install 'layerpush[proxy]'\n")
+    assert done.stderr.endswith("pip install aiohttp\n")
     done = run(command, "doctor", "--json")
     assert done.returncode == 1
     (vllm,) = (finding for finding in json.loads(done.stdout) if finding["check"] == "vLLM")
-    assert vllm["advice"].startswith("pip install 'layerpush[cuda]' on a GPU machine, 'layerpush[cpu]' elsewhere")
+    assert vllm["advice"].startswith(
+        "in a checkout of layerpush: pip install '.[cuda]' on a GPU machine, '.[cpu]' elsewhere"
+    )
 
 
 @pytest.mark.exhaustive
@@ -213,7 +215,7 @@ def test_a_fresh_environment_installs_the_wheel_from_the_index(extra: str, built
     elif extra in ("cpu", "cuda"):
         assert failures == {}
     else:
-        assert all("layerpush[cuda]" in advice or "nixl" in advice for advice in failures.values())
+        assert all("'.[cuda]'" in advice or "nixl" in advice for advice in failures.values())
         assert "vLLM" in failures
 
 
@@ -398,7 +400,7 @@ def test_the_proxy_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     done = CliRunner().invoke(app, ["proxy", "--prefill", "http://p:8000", "--decode", "http://d:8000"])
     assert done.exit_code == 2
-    assert done.stderr == "layerpush proxy needs aiohttp, not installed here: pip install 'layerpush[proxy]'\n"
+    assert done.stderr == "layerpush proxy needs aiohttp, not installed here: pip install aiohttp\n"
 
 
 REQUIREMENTS = ROOT / "requirements"
@@ -433,7 +435,7 @@ def test_each_package_of_a_lock_has_its_hashes(name: str) -> None:
 
 def test_each_lock_is_installed_with_its_hashes() -> None:
     """Without `--no-deps` pip would look for the packages that cpu.lock leaves out."""
-    files = [ROOT / "scripts/setup", ROOT / "scripts/vllm-router", *DOCKERFILES]
+    files = [ROOT / "scripts/setup", ROOT / "scripts/vllm-router", ROOT / "scripts/docs", *DOCKERFILES]
     commands = [line for file in files for line in file.read_text().splitlines() if " --requirement " in line]
     assert commands
     for line in commands:

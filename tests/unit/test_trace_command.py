@@ -141,7 +141,7 @@ def test_plot_without_matplotlib_names_the_extra_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("plot", recorded, "--out", tmp_path / "one.png")
     assert result.exit_code == 2
-    assert "pip install 'layerpush[plot]'" in result.stderr
+    assert "pip install matplotlib" in result.stderr
     for arguments in (["summary", recorded], ["merge", recorded, "--out", tmp_path / "one.json"]):
         assert run(*arguments).exit_code == 0
 

@@ -63,7 +63,7 @@ def draw_request(request: RequestTrace, path: Path) -> None:
         if rows:
             _draw_decode(panels[0], loads, request.first_tokens, request.begin)
         for axes, push in zip(panels[len(panels) - len(pushes) :], pushes, strict=True):
-            _draw_push(axes, push, request.begin)
+            draw_push(axes, push, request.begin)
             fallback = f", whole because {push.fallback}" if push.fallback else ""
             facts = f"{push.mode}, {len(push.writes)} WRITEs, {push.outcome}{fallback}"
             axes.set_title(f"P: {push.engine_id} rank {push.rank}, {facts}", loc="left", fontsize="medium")
@@ -85,7 +85,7 @@ def draw_pushes(pushes: Mapping[str, PushRecord], path: Path) -> None:
         for end, whole, (name, push) in zip(ends, wholes, pushes.items(), strict=True):
             _, ready, landed = times[name]
             for axes in (end, whole):
-                _draw_push(axes, push, zero=ready)
+                draw_push(axes, push, zero=ready)
                 axes.set_xlabel("milliseconds since the last layer was ready")
             end.set_title(f"{name}: {1e3 * (landed - ready):.1f} ms exposed", loc="left")
             counts = ((len(push.chunks), "chunk"), (len(push.writes), "WRITE"))
@@ -122,7 +122,7 @@ def panel_grid(
         import matplotlib.pyplot as plt
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise PictureError(f"drawing needs matplotlib ({error}): pip install 'layerpush[plot]'") from error
+        raise PictureError(f"drawing needs matplotlib ({error}): pip install matplotlib") from error
     figure, grid = plt.subplots(
         len(heights),
         columns,
@@ -170,7 +170,7 @@ def _draw_decode(axes: Axes, loads: list[LoadRecord], tokens: list[FirstTokenRec
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_push(axes: Axes, push: PushRecord, zero: float) -> None:
+def draw_push(axes: Axes, push: PushRecord, zero: float) -> None:
     """Upper half of a layer's row: computation. Lower half: the WRITEs that carried it. Milliseconds from ``zero``."""
     if push.t_last_ready is not None and push.t_last_landed is not None:
         exposed = [1e3 * (at - zero) for at in (push.t_last_ready, push.t_last_landed)]
