@@ -56,8 +56,29 @@ def table(result: Result) -> str:
     return f"{rows}\n\n{about} {_cores(result)} {conditions(result)}"
 
 
+def short_table(result: Result) -> str:
+    """One row for each link, model, prompt length and pattern of blocks: exposed times, and the forward's cost."""
+    cells = result["cells"]
+    modes = list(cells[0]["modes"])
+    early = AUTO if AUTO in modes else LAYER
+    headings = ("model", "link", "blocks", "tokens", "link use", *(f"`{mode}`" for mode in modes), "forward")
+    rows = [(*_place(cell), *_exposed(cell, modes), with_interval(cell["modes"][early]["slowdown"])) for cell in cells]
+    about = (
+        f"Exposed times, medians of {result['rounds']} rounds. Link use: time of all bytes on the wire over that of "
+        f"the forward. Forward: with a push in mode `{early}` over one without, with its 95 % interval."
+    )
+    return f"{number_table(headings, rows, words=3)}\n\n{about} {conditions(result)}"
+
+
+def _place(cell: Mapping[str, Any]) -> tuple[str, ...]:
+    return (cell["model"], cell["link"], cell["ids"], str(cell["tokens"]), f"{cell['load']:.2f}")
+
+
+def _exposed(cell: Mapping[str, Any], modes: list[str]) -> list[str]:
+    return [f"{1e3 * cell['modes'][mode]['exposed_s_median']:.1f} ms" for mode in modes]
+
+
 def _row(cell: Mapping[str, Any], modes: list[str], early: str, beside: list[str]) -> tuple[str, ...]:
-    exposed = [f"{1e3 * cell['modes'][mode]['exposed_s_median']:.1f} ms" for mode in modes]
     pushed = cell["modes"].get(early)
     rest: tuple[str, ...] = ("",) * (10 + 3 * len(beside))
     if pushed is not None:
@@ -75,7 +96,7 @@ def _row(cell: Mapping[str, Any], modes: list[str], early: str, beside: list[str
             *(with_interval(pushed[f"exposed_of_{other}"]) for other in beside),
             *(f"{_writer_s(pushed) / _writer_s(cell['modes'][other]):.2f}" for other in beside),
         )
-    return (cell["model"], cell["link"], cell["ids"], str(cell["tokens"]), f"{cell['load']:.2f}", *exposed, *rest)
+    return (*_place(cell), *_exposed(cell, modes), *rest)
 
 
 def _writer_s(figures: Mapping[str, Any]) -> float:
@@ -117,7 +138,7 @@ def _long_row(cell: Mapping[str, Any], modes: list[str]) -> tuple[str, ...]:
         str(cell["tokens"]),
         f"{cell['bytes'] / 2**20:.0f}",
         f"{cell['load']:.2f}",
-        *(f"{1e3 * cell['modes'][mode]['exposed_s_median']:.1f} ms" for mode in modes),
+        *_exposed(cell, modes),
         with_interval(pushed[f"exposed_of_{REFERENCE}"]),
         f"{cell['exposed_limit']:.3f}" if cell["exposed_limit"] is not None else "",
         with_interval(pushed["slowdown"]),
@@ -174,6 +195,6 @@ def _cached_row(cell: Mapping[str, Any], modes: list[str]) -> tuple[str, ...]:
         cell["model"],
         str(cell["tokens"]),
         f"{cell['cached']} %",
-        *(f"{1e3 * cell['modes'][mode]['exposed_s_median']:.1f} ms" for mode in modes),
+        *_exposed(cell, modes),
         *(f"{share:.2f}" for share in early),
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.hand_over import PARTS
-from bench.markdown import Result, conditions, number_table, with_interval
+from bench.markdown import Result, conditions, machine, number_table, with_interval
 from bench.serve.lineup import STOCK
 from bench.serve.plan import AGGREGATED, LOOPBACK, TOKEN
 from bench.serve.results import AFTER_PREFILL_LIMIT_MS, AUTO, PREFILL_LIMIT, TOKEN_LIMIT, TOKEN_LIMIT_FROM
@@ -53,35 +53,51 @@ def tables(result: Result) -> str:
     return "\n\n".join([*parts, _about(result, fixed)])
 
 
-def summary(result: Result) -> str:
-    """One row for each link: time to first token of the longest prompts at the lowest pace in every mode."""
+def first_tokens(result: Result) -> str:
+    """The first of ``tables``, without intervals: time to first token."""
+    _check(result)
+    cells = _ordered(result["cells"])
+    varied, fixed = _conditions(cells)
+    columns = {f"`{mode}`": [_first_token(cell, mode) for cell in cells] for mode in cells[0]["modes"]}
+    about = f"Time to first token, medians; in brackets the ratio to `{AGGREGATED}`."
+    return f"{_table(cells, varied, columns)}\n\n{about} {conditions(result, *fixed)}"
+
+
+def headline(result: Result) -> str:
+    """First tokens of the longest prompts over the slow link with an idle D: one engine, vLLM's connectors, layerpush.
+
+    Below it the same over loopback, and the cost for prefill.
+    """
     _check(result)
     longest = max(cell["prompt_tokens"] for cell in result["cells"])
-    cells: dict[str, Cell] = {}
-    for cell in _ordered([cell for cell in result["cells"] if cell["prompt_tokens"] == longest]):
-        cells.setdefault(cell["link"], cell)
-    first = next(iter(cells.values()))
-    modes = list(first["modes"])
-    rows = [(link, *(_median(cell, mode, "ttft_ms", AGGREGATED) for mode in modes)) for link, cell in cells.items()]
-    stock = " and ".join(f"`{mode}`" for mode in modes if mode in STOCK)
+    idle = [cell for cell in result["cells"] if not cell.get("background_streams")]
+    cells = {cell["link"]: cell for cell in idle if cell["prompt_tokens"] == longest}
+    (link,) = cells.keys() - {LOOPBACK}
+    cell, near = cells[link], cells[LOOPBACK]
+    stock = {mode: f"vLLM's `{connector}`" for mode, connector in STOCK.items() if mode in cell["modes"]}
+    names = {AGGREGATED: "one engine, no transfer", **stock, TOKEN: "**layerpush**, as it is installed"}
+    rows = [
+        (name, _seconds(cell, mode), f"{cell['modes'][mode]['after_prefill_ms']['p50']:.0f} ms")
+        for mode, name in names.items()
+    ]
     about = (
-        f"Time to first token of prompts of {longest} tokens, {_pace(first)}, median of {first['rounds']} rounds, and "
-        f"in brackets the ratio to one engine without any transfer and its 95 % interval. Stock vLLM's: {stock}."
+        f"Medians for a prompt of {longest:,} tokens over a link emulated at {link}, on {machine(result)}, "
+        f"{result['date'][:10]}. The link makes the difference: over this machine's loopback the first token takes "
+        f"{_seconds(near, TOKEN)}, and {_seconds(near, 'pull')} with `{STOCK['pull']}`. **The cost**: P's prefill "
+        f"takes {_longer(cell, f'{TOKEN}/{AGGREGATED}')} than in one engine; P and D share the cores here."
     )
-    return f"{number_table(('link', *(f'`{mode}`' for mode in modes)), rows)}\n\n{about} {conditions(result)}"
+    return f"{number_table(('', 'first token after', 'of that, after prefill'), rows)}\n\n{about}"
 
 
 def in_short(result: Result) -> str:
-    """A sentence on the longest prompts of a result with the modes ``push``, ``request`` and ``auto``."""
+    """A sentence on the longest prompts of a result with the modes ``request`` and ``auto``."""
     _check(result)
     cell = max(result["cells"], key=lambda cell: int(cell["prompt_tokens"]))
     exposed = {mode: f"{cell['modes'][mode]['exposed_ms']['p50']:.1f} ms" for mode in (AUTO, REFERENCE)}
     return (
-        f"Prompts of {cell['prompt_tokens']} tokens, medians: after prefill, {exposed[AUTO]} of the transfer are left "
-        f"by layer (`{AUTO}`), and {exposed[REFERENCE]} with a whole push (`{REFERENCE}`). "
-        f"Prefill takes {_ratio(cell, 'prefill_ms', f'{AUTO}/{REFERENCE}')} of `{REFERENCE}`'s time, and the first "
-        f"token {_ratio(cell, 'ttft_ms', f'{AUTO}/push')} of that with stock vLLM's push. "
-        f"{conditions(result, _pace(cell))}"
+        f"On one GPU, with P and D on it, and prompts of {cell['prompt_tokens']:,} tokens, {exposed[AUTO]} of the "
+        f"transfer are left after prefill, and {exposed[REFERENCE]} if layerpush writes the whole prompt then. Prefill "
+        f"takes {_longer(cell, f'{AUTO}/{REFERENCE}')} ({machine(result)}, {result['date'][:10]})."
     )
 
 
@@ -128,6 +144,22 @@ def _pace(cell: Cell) -> str:
     pace = f"{cell['concurrency']} at a time"
     streams = cell.get("background_streams")
     return f"{pace}, D decodes {streams} streams" if streams else pace
+
+
+def _first_token(cell: Cell, mode: str) -> str:
+    value = f"{cell['modes'][mode]['ttft_ms']['p50']:.0f} ms"
+    ratio = cell["ratios"]["ttft_ms"].get(f"{mode}/{AGGREGATED}")
+    return f"{value} ({ratio['ratio']:.2f})" if ratio else value
+
+
+def _longer(cell: Cell, pair: str) -> str:
+    """Additional prefill in percent, with its 95 % interval."""
+    ratio, low, high = (100 * (cell["ratios"]["prefill_ms"][pair][name] - 1) for name in ("ratio", "low", "high"))
+    return f"{ratio:.0f} % longer [{low:.0f}, {high:.0f}]"
+
+
+def _seconds(cell: Cell, mode: str) -> str:
+    return f"{cell['modes'][mode]['ttft_ms']['p50'] / 1e3:.2f} s"
 
 
 def _link(cell: Cell) -> str:

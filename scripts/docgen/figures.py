@@ -11,6 +11,7 @@ Figures = Mapping[str, Any]
 DEMO_ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("**exposed**", lambda mode: f"**{_ms(mode['exposed_ms'], 1)}**"),
     ("hand-over", lambda mode: _ms(mode["hand_over_ms"])),
+    ("completion read by D", lambda mode: _ms(mode["hand_over_parts_ms"]["notification"])),
     ("tokens equal", lambda mode: "yes" if mode["tokens_equal"] else "**no**"),
     ("layers hooked / swept", lambda mode: f"{_count(mode['hooked_layers'])} / {_count(mode['swept_layers'])}"),
     ("WRITEs", lambda mode: _count(mode["writes"])),
@@ -35,9 +36,11 @@ def demo(result: Result) -> str:
 def _remarks(result: Result) -> list[str]:
     remarks = []
     early = "auto" if "auto" in result["modes"] else "layer"
-    exposed, request = (result["modes"][mode]["exposed_ms"] for mode in (early, "request"))
-    if exposed is not None and request:
-        remarks.append(f"`{early}` leaves {100 * exposed / request:.0f} % of `request`'s exposed time.")
+    hand_over, whole = (result["modes"][mode]["hand_over_ms"] for mode in (early, "request"))
+    if hand_over is not None and whole is not None:
+        remarks.append(
+            f"From the last layer to the first token, `{early}` takes {whole - hand_over:.0f} ms less than `request`."
+        )
     samples = result.get("samples", {}).get(early, [])
     lengths = sorted({sample["push"]["tokens"] for sample in samples if sample["push"]})
     if lengths:

@@ -1,4 +1,4 @@
-"""Pictures of the documentation: results of ``bench.forward``, ``bench.kept`` and ``bench.fleet``, and an estimate."""
+"""Pictures of the documentation: results of the demo and of benchmarks, and an estimate."""
 
 from __future__ import annotations
 
@@ -10,23 +10,143 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from bench.fleet.studies import chosen
 from bench.forward.growth import COUNTED, Line
 from bench.keptpage import KEPT, NOTHING
 from bench.markdown import Result
+from bench.serve.plan import AGGREGATED, TOKEN
+from layerpush.apps.tracing.figures import completed_times
+from layerpush.apps.tracing.picture import COMPUTE_COLOURS, EXPOSED_COLOUR, WRITE_COLOUR, draw_push
+from layerpush.telemetry.trace_records import PushRecord
 from scripts.docgen import estimates
 
 ROOT = Path(__file__).parents[2]
 HASH_SALT = "layerpush"
 PANEL_INCHES = (5.2, 3.9)
-COLOURS = {"auto": "#b0127b", "layer": "#d9541e", "chunk": "#f2b134", "request": "#4c9fd4"}
+LOW = (5.2, 2.4)
+COLOURS = {"auto": "#b0127b", "layer": "#d9541e", "chunk": "#f2b134", "request": "#4c9fd4", "token": "#b0127b"}
+MARKERS = "os^vD"
+AS_INSTALLED = "as installed"
 BAND = (10, 90)
 BAR = 0.38
 DIGITS = 6
 """Digits of a slope after the point: a sum of floating-point numbers that should be 0 is shown as 0."""
+TIMELINES = {"auto": "layerpush", "request": "the same prompt, written after prefill"}
+TIMELINE_LEGEND = {
+    "P computes": COMPUTE_COLOURS[1],
+    "KV on its way to D": WRITE_COLOUR,
+    "left after prefill": EXPOSED_COLOUR,
+}
 GROWN = ("WRITEs", "writer's processor time", "exposed")
+
+
+def timeline(path: Path) -> None:
+    """The end of a push in the demo, by layer and whole: of each mode the one with the median exposed time."""
+    from matplotlib.patches import Patch
+
+    samples = _result("demo.json")["samples"]
+    with _figure(len(TIMELINES), 1, path, "The end of a prompt on P: 16 layers, 2,048 tokens", LOW) as grid:
+        for mode, what in TIMELINES.items():
+            panel = grid[list(TIMELINES).index(mode)][0]
+            ordered = sorted(samples[mode], key=lambda each: float(each["figures"]["exposed_ms"]))
+            push = msgspec.convert(ordered[(len(ordered) - 1) // 2]["push"], PushRecord)
+            _, ready, landed = completed_times(push)
+            draw_push(panel, push, zero=ready)
+            panel.set_title(f"{what}: {1e3 * (landed - ready):.0f} ms left", loc="left", fontsize="medium")
+            panel.set_xlim(-105, 62)
+        panel.set_xlabel("milliseconds since P had computed the last layer")
+        patches = [Patch(color=colour, label=label) for label, colour in TIMELINE_LEGEND.items()]
+        panel.figure.legend(handles=patches, loc="outside lower left", ncols=3, fontsize="small")
+
+
+def exposed_in_short(path: Path) -> None:
+    """Exposed time by prompt length: a line for each model, of a whole push and of ``auto``."""
+    cells = _result("long.json")["cells"]
+    with _figure(1, 1, path, "Left of the transfer after prefill, four models") as ((panel,),):
+        for model, marker in zip(dict.fromkeys(cell["model"] for cell in cells), MARKERS, strict=False):
+            here = [cell for cell in cells if cell["model"] == model]
+            for mode in ("request", "auto"):
+                heights = [1e3 * cell["modes"][mode]["exposed_s_median"] for cell in here]
+                lengths = [cell["tokens"] for cell in here]
+                panel.plot(
+                    lengths,
+                    heights,
+                    f"{marker}-",
+                    color=COLOURS[mode],
+                    label=None if marker != MARKERS[0] else mode,
+                    ms=4,
+                    lw=1.2,
+                )
+        panel.set(xlabel="prompt tokens", ylabel="milliseconds", xscale="log", yscale="log")
+        _plain_axis(panel, sorted({cell["tokens"] for cell in cells}))
+        _finish(panel)
+
+
+def first_tokens(path: Path) -> None:
+    """Time to first token of each mode over that of one engine, for the longest prompts: a panel for each link."""
+    cells = _longest("token-serve.json")
+    with _figure(len(cells), 1, path, "First token, in times of one engine's", LOW) as grid:
+        for (panel,), cell in zip(grid, cells, strict=True):
+            modes = [mode for mode in cell["modes"] if mode != AGGREGATED]
+            _ratios(panel, cell, "ttft_ms", modes)
+            for place, mode in enumerate(modes):
+                seconds = cell["modes"][mode]["ttft_ms"]["p50"] / 1e3
+                panel.annotate(
+                    f"{seconds:.2f} s", (0.99, place), xycoords=("axes fraction", "data"), ha="right", va="center"
+                )
+            where = f"{cell['link']}, {cell['prompt_tokens']:,} tokens; one engine: "
+            one = cell["modes"][AGGREGATED]["ttft_ms"]["p50"] / 1e3
+            panel.set_title(f"{where}{one:.2f} s", loc="left", fontsize="medium")
+        longest = max(cell["ratios"]["ttft_ms"][f"{mode}/{AGGREGATED}"]["high"] for cell in cells for mode in modes)
+        for (panel,) in grid:
+            panel.set_xlim(0.9, longest + 0.2)
+
+
+def by_link_use(path: Path) -> None:
+    """WRITEs of a push and its exposed time, against link use: a line for each mode, blocks in random order."""
+    cells = sorted((c for c in _result("links.json")["cells"] if c["ids"] == "random"), key=lambda cell: cell["load"])
+    with _figure(2, 1, path, "By link use: transfer over computation", LOW) as ((writes,), (left,)):
+        for mode in ("auto", "layer", "chunk", "request"):
+            shown = [cell["modes"][mode] for cell in cells]
+            loads = [cell["load"] for cell in cells]
+            heights = [float(np.median(one["raw"]["writes"])) for one in shown]
+            writes.plot(loads, heights, "o-", color=COLOURS[mode], label=mode, ms=4, lw=1.4)
+            exposed = [1e3 * one["exposed_s_median"] for one in shown]
+            left.plot(loads, exposed, "o-", color=COLOURS[mode], label=mode, ms=4, lw=1.4)
+        writes.set(ylabel="WRITEs of a push", xscale="log", yscale="log")
+        left.set(xlabel="link use", ylabel="exposed, milliseconds", xscale="log", yscale="log")
+        for panel in (writes, left):
+            _plain_axis(panel, (0.1, 0.2, 0.5, 1, 2, 3.5))
+            panel.axvline(1, color="grey", lw=0.8, ls=":")
+            _finish(panel)
+
+
+def price(path: Path) -> None:
+    """Prefill of each mode over that of one engine, and a forward with a push over one without, by link use."""
+    engines = _longest("token-serve.json")
+    gpu = max(_result("gpu-serve.json")["cells"], key=lambda cell: int(cell["prompt_tokens"]))
+    links = sorted((c for c in _result("links.json")["cells"] if c["ids"] == "random"), key=lambda cell: cell["load"])
+    with _figure(len(engines) + 2, 1, path, "Prefill in times of one engine's", LOW) as grid:
+        (*panels, (forward,)) = grid
+        names = [f"two cores, {cell['link']}, {cell['prompt_tokens']:,} tokens" for cell in engines]
+        names.append(f"one H200, {gpu['prompt_tokens']:,} tokens")
+        for (panel,), cell, name in zip(panels, [*engines, gpu], names, strict=True):
+            _ratios(panel, cell, "prefill_ms", [mode for mode in cell["modes"] if mode != AGGREGATED])
+            panel.set_title(name, loc="left", fontsize="medium")
+            panel.set_xlim(0.9, 1.4)
+        for mode in ("auto", "layer", "chunk"):
+            shown = [cell["modes"][mode]["slowdown"] for cell in links]
+            heights = [one["ratio"] for one in shown]
+            bars = [[one["ratio"] - one["low"] for one in shown], [one["high"] - one["ratio"] for one in shown]]
+            loads = [cell["load"] for cell in links]
+            forward.errorbar(loads, heights, bars, fmt="o-", color=COLOURS[mode], label=mode, ms=4, lw=1.2)
+        forward.set(xscale="log", xlabel="link use")
+        forward.set_title("no model: a forward with a push, of one without", loc="left", fontsize="medium")
+        _plain_axis(forward, (0.1, 0.2, 0.5, 1, 2, 3.5))
+        _finish(forward)
 
 
 def exposed(path: Path) -> None:
@@ -122,6 +242,11 @@ def estimate(path: Path) -> None:
 
 
 PICTURES: Mapping[Path, Callable[[Path], None]] = {
+    ROOT / "docs/demo-timeline.svg": timeline,
+    ROOT / "docs/exposed.svg": exposed_in_short,
+    ROOT / "docs/first-tokens.svg": first_tokens,
+    ROOT / "docs/link-use.svg": by_link_use,
+    ROOT / "docs/price.svg": price,
     ROOT / "docs/exposed-by-length.svg": exposed,
     ROOT / "docs/growth.svg": growing,
     ROOT / "docs/kept.svg": after_death,
@@ -145,8 +270,6 @@ def render(draw: Callable[[Path], None]) -> str:
 
 def _exposed(panel: Any, cells: Sequence[Mapping[str, Any]]) -> None:
     """Medians as lines; four fifths of the samples as bands."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
-
     lengths = [cell["tokens"] for cell in cells]
     for mode in cells[0]["modes"]:
         samples = [[1e3 * each for each in cell["modes"][mode]["raw"]["exposed_s"]] for cell in cells]
@@ -155,9 +278,7 @@ def _exposed(panel: Any, cells: Sequence[Mapping[str, Any]]) -> None:
         low, high = ([float(np.percentile(each, share)) for each in samples] for share in BAND)
         panel.fill_between(lengths, low, high, color=COLOURS[mode], alpha=0.15, lw=0)
     panel.set_xscale("log")
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panel.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
-    panel.xaxis.set_minor_formatter(NullFormatter())
+    _plain_axis(panel, sorted(set(lengths)))
     panel.set_xlabel("prompt tokens")
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
@@ -177,18 +298,43 @@ def _line(panel: Any, line: Line) -> None:
 
 def _by_mode(panel: Any, cells: Sequence[Mapping[str, Any]], what: str, label: str) -> None:
     """Medians as lines, the 99th percentile dashed; both axes are logarithmic."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
-
     values = sorted({cell["plan"][what] for cell in cells})
     for mode in dict.fromkeys(cell["plan"]["mode"] for cell in cells):
         for share, style in (("p50", "o-"), ("p99", "o--")):
             heights = [1e3 * cell["exposed_s"][share] for cell in chosen(cells, mode=mode)]
             panel.plot(values, heights, style, color=COLOURS[mode], label=f"{mode}, {share}", ms=4, lw=1.4)
     panel.set(xlabel=label, ylabel="exposed, milliseconds", xscale="log", yscale="log")
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panel.xaxis.set_major_locator(FixedLocator(values))
-    panel.xaxis.set_minor_formatter(NullFormatter())
+    _plain_axis(panel, values)
     _finish(panel)
+
+
+def _longest(name: str) -> list[Mapping[str, Any]]:
+    """The cells with the longest prompts and an idle D, one for each link."""
+    cells = [cell for cell in _result(name)["cells"] if not cell.get("background_streams")]
+    longest = max(int(cell["prompt_tokens"]) for cell in cells)
+    return [cell for cell in cells if cell["prompt_tokens"] == longest]
+
+
+def _ratios(panel: Any, cell: Mapping[str, Any], measure: str, modes: Sequence[str]) -> None:
+    """Ratios to one engine with their intervals: a row for each mode, the first one on top."""
+    for place, mode in enumerate(modes):
+        ratio = cell["ratios"][measure][f"{mode}/{AGGREGATED}"]
+        ends = [[ratio["ratio"] - ratio["low"]], [ratio["high"] - ratio["ratio"]]]
+        panel.errorbar(ratio["ratio"], place, xerr=ends, fmt="o", color=COLOURS.get(mode, "#555555"), ms=6, capsize=3)
+    panel.set_yticks(range(len(modes)), [AS_INSTALLED if mode == TOKEN else mode for mode in modes])
+    panel.invert_yaxis()
+    panel.axvline(1, color="grey", lw=0.8, ls=":")
+    panel.grid(alpha=0.25, axis="x")
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _plain_axis(panel: Any, values: Sequence[float]) -> None:
+    """A logarithmic x axis with these numbers."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.xaxis.set_major_locator(FixedLocator(list(values)))
+    panel.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _finish(panel: Any) -> None:
@@ -198,14 +344,16 @@ def _finish(panel: Any) -> None:
 
 
 @contextmanager
-def _figure(rows: int, columns: int, path: Path, title: str) -> Iterator[Any]:
+def _figure(
+    rows: int, columns: int, path: Path, title: str, panel: tuple[float, float] = PANEL_INCHES
+) -> Iterator[Any]:
     """A grid of panels, ``grid[row][column]``. The file has no date: equal panels make equal files."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    size = (columns * PANEL_INCHES[0], rows * PANEL_INCHES[1] + 0.4)
+    size = (columns * panel[0], rows * panel[1] + 0.4)
     picture, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     try:
         yield grid

@@ -14,7 +14,6 @@ from bench.markdown import Result
 from bench.serve import page as serve
 from layerpush.telemetry.metrics.catalog import Side
 from scripts.docgen import (
-    contributing,
     copies,
     estimates,
     figures,
@@ -31,6 +30,7 @@ from scripts.docgen import (
     versions,
     waiting,
 )
+from scripts.docgen.copied import copied_page
 from scripts.docgen.markers import fill
 
 
@@ -46,30 +46,40 @@ def of(name: str, render: Callable[[Result], str]) -> Callable[[Path], str]:
     return lambda root: render(json.loads((root / "bench/results" / name).read_text()))
 
 
-README, CONFIGURATION, SECURITY = "README.md", "docs/configuration.md", "docs/security.md"
+README, INDEX = "README.md", "docs/index.md"
+CONFIGURATION, SECURITY = "docs/configuration.md", "docs/security.md"
 METRICS, PROXY, FLEET = "docs/metrics.md", "docs/proxy.md", "docs/fleet.md"
 ESTIMATE = "docs/estimate.md"
-BENCHMARKS, COMPATIBILITY, CONTRIBUTING = "docs/benchmarks.md", "docs/compatibility.md", "docs/contributing.md"
+BENCHMARKS, FIGURES = "docs/benchmarks.md", "docs/figures.md"
+COMPATIBILITY, CONTRIBUTING = "docs/compatibility.md", "docs/contributing.md"
 PROTOCOL, FAILURES, SOAK = "docs/design/protocol.md", "docs/design/failures.md", "docs/soak.md"
 
 SECTIONS: Mapping[str, Section] = {
     "config-table": Section((CONFIGURATION,), lambda _: options.settings()),
     "demo-figures": Section((BENCHMARKS,), of("demo.json", figures.demo)),
-    "serve-summary": Section((README,), of("long-serve.json", serve.summary)),
-    "serve-figures": Section((BENCHMARKS,), of("serve.json", serve.tables)),
-    "token-serve-figures": Section((BENCHMARKS,), of("token-serve.json", serve.tables)),
-    "long-serve-figures": Section((BENCHMARKS,), of("long-serve.json", serve.tables)),
-    "many-serve-figures": Section((BENCHMARKS,), of("many-serve.json", serve.tables)),
-    "forward-figures": Section((BENCHMARKS,), of("forward.json", forward.table)),
+    "headline": Section((README,), of("token-serve.json", serve.headline)),
+    "serve-short": Section((BENCHMARKS,), of("serve.json", serve.first_tokens)),
+    "serve-figures": Section((FIGURES,), of("serve.json", serve.tables)),
+    "token-serve-short": Section((BENCHMARKS,), of("token-serve.json", serve.first_tokens)),
+    "token-serve-figures": Section((FIGURES,), of("token-serve.json", serve.tables)),
+    "long-serve-short": Section((BENCHMARKS,), of("long-serve.json", serve.first_tokens)),
+    "long-serve-figures": Section((FIGURES,), of("long-serve.json", serve.tables)),
+    "many-serve-short": Section((BENCHMARKS,), of("many-serve.json", serve.first_tokens)),
+    "many-serve-figures": Section((FIGURES,), of("many-serve.json", serve.tables)),
+    "forward-short": Section((BENCHMARKS,), of("forward.json", forward.short_table)),
+    "forward-figures": Section((FIGURES,), of("forward.json", forward.table)),
     "long-figures": Section((BENCHMARKS,), of("long.json", forward.long_table)),
     "cached-figures": Section((BENCHMARKS,), of("cached.json", forward.cached_table)),
     "verify-figures": Section((BENCHMARKS,), of("verify.json", forward.verify_table)),
-    "link-figures": Section((BENCHMARKS,), of("links.json", forward.table)),
+    "link-short": Section((BENCHMARKS,), of("links.json", forward.short_table)),
+    "link-figures": Section((FIGURES,), of("links.json", forward.table)),
     "kernel-figures": Section((BENCHMARKS,), of("kernel.json", kernelpage.tables)),
     "gpu-summary": Section((README,), of("gpu-serve.json", serve.in_short)),
-    "gpu-serve-figures": Section((BENCHMARKS,), of("gpu-serve.json", serve.tables)),
+    "gpu-serve-short": Section((BENCHMARKS,), of("gpu-serve.json", serve.first_tokens)),
+    "gpu-serve-figures": Section((FIGURES,), of("gpu-serve.json", serve.tables)),
     "gpu-kernel-figures": Section((BENCHMARKS,), of("gpu-kernel.json", kernelpage.tables)),
-    "sgl-figures": Section((BENCHMARKS,), of("sgl.json", forward.table)),
+    "sgl-short": Section((BENCHMARKS,), of("sgl.json", forward.short_table)),
+    "sgl-figures": Section((FIGURES,), of("sgl.json", forward.table)),
     "copies-figures": Section((BENCHMARKS,), of("copies.json", copies.tables)),
     "kept-figures": Section((BENCHMARKS,), of("kept.json", keptpage.table)),
     "waiting-figures": Section((BENCHMARKS,), of("waiting.json", waiting.table)),
@@ -115,7 +125,8 @@ SECTIONS: Mapping[str, Section] = {
     "topologies": Section((COMPATIBILITY,), topologies.pairs),
     "kinds": Section((COMPATIBILITY,), lambda _: kinds.table_of_kinds()),
     "versions": Section((COMPATIBILITY,), versions.tables),
-    "contributing": Section((CONTRIBUTING,), contributing.page),
+    "contributing": Section((CONTRIBUTING,), lambda root: copied_page((root / "CONTRIBUTING.md").read_text())),
+    "readme": Section((INDEX,), lambda root: copied_page(updated(root, README, (root / README).read_text()))),
 }
 
 

@@ -23,7 +23,7 @@ def committed(name: str, **changes: Any) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text()) | changes
 
 
-@pytest.mark.parametrize("render", [serve.tables, serve.summary])
+@pytest.mark.parametrize("render", [serve.tables, serve.headline, serve.in_short])
 def test_engines_with_wrong_answers_are_not_published(render: Callable[[Result], str]) -> None:
     with pytest.raises(ValueError, match="wrong answers"):
         render(committed("serve", answers={"compared": 200, "wrong": 1}))
@@ -94,12 +94,17 @@ def without_auto(cell: dict[str, Any]) -> dict[str, Any]:
     return cell | {"modes": {mode: figures for mode, figures in cell["modes"].items() if mode != "auto"}}
 
 
-def test_the_summary_of_engines_has_the_longest_prompts_at_the_lowest_pace() -> None:
-    places = [("loopback", 4, 512), ("loopback", 1, 512), ("loopback", 1, 16), ("1gbit", 1, 512)]
-    cells = [serve_cell(*place) for place in sorted(places, key=lambda place: place[1])]
-    text = serve.summary(committed("serve", cells=cells))
-    assert [line.split(" | ")[0] for line in text.splitlines()[2:4]] == ["| loopback", "| 1gbit"]
-    assert "prompts of 512 tokens, 1 at a time" in text
+def test_the_headline_has_the_longest_prompt_over_the_slow_link_with_an_idle_d() -> None:
+    result = committed("token-serve")
+    text = serve.headline(result)
+    (cell,) = (
+        cell
+        for cell in result["cells"]
+        if (cell["link"], cell["prompt_tokens"], cell["background_streams"]) == ("1gbit", 4096, 0)
+    )
+    first, after = (cell["modes"]["token"][name]["p50"] for name in ("ttft_ms", "after_prefill_ms"))
+    assert f"| **layerpush**, as it is installed | {first / 1e3:.2f} s | {after:.0f} ms |" in text.splitlines()
+    assert "over a link emulated at 1gbit, on 2 CPU cores" in text
 
 
 def test_a_failed_soak_is_not_published() -> None:
@@ -110,11 +115,11 @@ def test_a_failed_soak_is_not_published() -> None:
 def test_the_table_of_the_demo_shows_failures() -> None:
     result = committed("demo", negative_control_detected=False)
     first = next(iter(result["modes"].values()))
-    first |= {"exposed_ms": None, "tokens_equal": False}
+    first |= {"exposed_ms": None, "hand_over_ms": None, "tokens_equal": False}
     text = figures.demo(result)
     assert "| tokens equal | **no** | yes |" in text
     assert "| **exposed** | **?** |" in text
-    assert "leaves" not in text
+    assert "ms less than" not in text
     assert "equal tokens say nothing" in text
 
 

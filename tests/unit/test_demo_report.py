@@ -56,7 +56,9 @@ def test_a_good_run_has_no_problem_and_all_keys():
     assert written["negative_control_detected"] is True
     assert written["modes"]["auto"]["exposed_ms"] == pytest.approx(10)
     assert written["samples"]["layer"][0]["push"]["chunks"]
-    assert good.exposed_ratio() == pytest.approx(0.1)
+    assert good.sooner_ms() == 0
+    sooner = sample(hand_over=dataclasses.replace(HAND_OVER, ms=150.0))
+    assert report(auto=[sooner]).sooner_ms() == pytest.approx(50)
 
 
 def test_one_differing_prompt_fails_its_mode():
@@ -69,7 +71,7 @@ def test_a_missing_trace_fails_and_leaves_null_figures():
     bad = report(request=[sample(), sample(push=None, figures=None, problem="no trace")])
     assert bad.problems() == ["request: no trace"]
     assert bad.as_json()["modes"]["request"]["exposed_ms"] is None
-    assert bad.exposed_ratio() is None
+    assert bad.sooner_ms() is None
 
 
 @pytest.mark.parametrize(
