@@ -28,8 +28,8 @@ SERVERS = tuple(
 )
 """Files whose engines are API servers in processes of their own. The other tests of tests/e2e step their engines."""
 LONGEST_FIRST = ("tests/e2e", "tests/faults", "servers", "tests/connector", "tests/connector/ranks")
-SLOW = ("tests/connector/", "tests/unit/test_packaging.py")
-"""A folder and a file whose tests are all `slow`. `make test-fast` leaves them out."""
+SLOW = ("tests/connector/", "tests/unit/test_packaging.py", "tests/unit/test_site.py")
+"""A folder and files whose tests are all `slow`. `make test-fast` leaves them out."""
 SLOWEST_FILES = 15
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
