@@ -24,16 +24,17 @@ Words = Sequence[str]
 SERVER = "vllm.entrypoints.openai.api_server"
 ANY_ARGUMENTS = frozenset(
     [
+        "build/docs/bin/mkdocs",
         "cat",
         "cd",
         "cp",
         "echo",
         "export",
         "git",
+        "grep",
         "journalctl",
         "kubectl",
         "mkdir",
-        "mkdocs",
         "python3",
         "ss",
         "ucx_info",
@@ -48,7 +49,7 @@ UCX = frozenset(
 """UCX's variables that pages name, without ``UCX_``; tests/contract/test_ucx_settings.py asks UCX for them."""
 
 
-PLACEHOLDERS = {"DIR": str(ROOT), "FILE": str(ROOT / "pyproject.toml")}
+PLACEHOLDERS = {"DIR": str(ROOT), "build/trace": str(ROOT), "FILE": str(ROOT / "pyproject.toml")}
 """Existing paths in the place of a reader's paths."""
 
 
@@ -65,7 +66,10 @@ def check(command: Command) -> None:
     if not command.words:
         return
     program, *rest = command.words
-    if program.startswith(("scripts/", ".ci/")):
+    if program.startswith("docs/examples/"):
+        if not (ROOT / program).is_file():
+            raise WrongCommandError(f"{program} does not exist")
+    elif program.startswith(("scripts/", ".ci/")):
         _script(program, rest)
     elif (checker := CHECKS.get(program.removeprefix(".venv/bin/"))) is not None:
         checker(rest)
@@ -129,6 +133,8 @@ def _script(path: str, words: Words) -> None:
 
 def _python(words: Words) -> None:
     """``-m MODULE``: one of vLLM's, pytest, the generator of pages, or a module of ours with a typer ``app``."""
+    if words[:1] == ["docs/examples/load.py"]:
+        _vllm(["bench", "serve", *words[1:]])
     if words[:1] != ["-m"]:
         return
     name, rest = words[1], words[2:]

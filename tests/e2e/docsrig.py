@@ -22,6 +22,7 @@ from tests.e2e.proxyrig import get, until
 from tests.metrics_scrape import Scrape
 
 START_S, ANSWER_S, STOP_S = 400.0, 120.0, 40.0
+EXAMPLES = "docs/examples"
 PAGES_PORTS = (8000, 8100, 8200, 5600, 5700)
 # Pages expect a GPU for each engine. With these options an engine runs on a small part of this machine. The page's chat
 # names no length of its answer: it fills the context.
@@ -63,6 +64,11 @@ class Machine:
             (programs / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
             (programs / name).chmod(0o755)
         self.new_ports()
+        for example in (ROOT / EXAMPLES).glob("*.*"):
+            copy = self.scratch / EXAMPLES / example.name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(self.here(example.read_text()))
+            copy.chmod(0o755)
 
     def new_ports(self) -> None:
         """Take new ports, different from those of earlier servers."""
@@ -75,7 +81,7 @@ class Machine:
         text = text.replace("127.0.0.1:8000", f"127.0.0.1:{self.proxy_port}")
         text = re.sub(r"\b(8[012]00|5[67]00)\b", lambda match: str(self.numbers[int(match[1])]), text)
         text = text.replace("10.0.0.", "127.0.1.").replace("/var/tmp/layerpush", str(self.scratch / "traces"))
-        return re.sub(r"\bMODEL\b", str(self.model), text)
+        return re.sub(r"\bMODEL\b|Qwen/Qwen3-0.6B|build/model", str(self.model), text)
 
     def url(self, address: str) -> str:
         """The URL here of a page's address, such as ``10.0.0.1:8000``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,6 @@ patient = pytest.mark.timeout(1200)
 QUICKSTART, DEPLOYMENT, PROXY, CONTRACT = (
     f"docs/{name}.md" for name in ("quickstart", "deployment", "proxy", "kv-transfer-params")
 )
-VLLM_ROUTER = "vllm-router --host"  # tests/e2e/test_vllm_router.py runs it
 ON_P, ON_D = (f"export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.{number}" for number in (1, 2))
 
 
@@ -44,9 +44,8 @@ def started_proxy(machine: Machine, command: Block, name: str) -> Server:
 
 def test_repeated_commands_are_the_same() -> None:
     """So one run checks both places."""
-    for first in (ON_P, ON_D, VLLM_ROUTER, "layerpush proxy --prefill http://10.0.0.1:8000"):
+    for first in (ON_P, ON_D, "layerpush proxy --prefill http://10.0.0.1:8000"):
         assert block("README.md", first).text == block(QUICKSTART, first).text
-    assert block("docs/routers.md", VLLM_ROUTER).text == block(QUICKSTART, VLLM_ROUTER).text
 
 
 @patient
@@ -60,28 +59,33 @@ def test_the_readme_and_the_contract(machine: Machine) -> None:
         with loads(at_d, 1):
             assert answer(machine.run(block(CONTRACT, "id=", number)))
     proxies = [
-        (block("README.md", "layerpush proxy --prefill http://10.0.0.1:8000"), block(QUICKSTART, "curl")),
-        (block(PROXY, "layerpush proxy --port 8000"), block(PROXY, "curl")),  # the command's second P does not run
+        block("README.md", "layerpush proxy --prefill http://10.0.0.1:8000"),
+        block(PROXY, "layerpush proxy --port 8000"),  # the command's second P does not run
     ]
-    for number, (command, request) in enumerate(proxies):
+    for number, command in enumerate(proxies):
         proxy = started_proxy(machine, command, f"proxy-{number}")
         with loads(at_d, 1 + 1):
-            assert answer(machine.run(request))
+            assert answer(machine.run(block(PROXY, "curl")))
         proxy.stop()
     assert "layerpush: 6 layers, granularity auto" in p.log.read_text()
 
 
 @patient
-def test_the_quickstart_by_hand(machine: Machine) -> None:
-    shared = block(QUICKSTART, "export LAYERPUSH_CALM=1").text
-    p = machine.start(block(QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5600 python"), "P", shared)
-    d = machine.start(block(QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 python"), "D", shared)
+@pytest.mark.parametrize("load", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_the_quickstart_by_hand(machine: Machine, load: bool) -> None:
+    """Its prompts are pushed by layer. The load imports vLLM itself."""
+    p = machine.start(block(QUICKSTART, "docs/examples/prefill.sh"), "P")
+    d = machine.start(block(QUICKSTART, "docs/examples/decode.sh"), "D")
     p.await_healthy(machine.url("127.0.0.1:8100"))
     d.await_healthy(machine.url("127.0.0.1:8200"))
-    at_d = machine.url("127.0.0.1:8200")
     started_proxy(machine, block(QUICKSTART, "layerpush proxy --prefill http://127.0.0.1:8100"), "proxy")
-    with loads(at_d, 1 + 1):
-        assert answer(machine.run(block(QUICKSTART, "curl")))
+    with loads(machine.url("127.0.0.1:8200"), 1 + 2 + 1):
+        said = machine.run(block(QUICKSTART, "docs/examples/request.sh"))
+        (pushed,) = re.findall(r'vllm:layerpush_pushes_total\{.*outcome="layerwise".*\} (\d)', said)
+        assert int(pushed) >= 1
+        assert machine.run(block(QUICKSTART, "python docs/examples/client.py")).strip()
+    if load:
+        assert "Successful requests:" in machine.run(block(QUICKSTART, "python docs/examples/load.py"))
 
 
 @patient
@@ -94,7 +98,7 @@ def test_the_deployment(machine: Machine) -> None:
     at_d = machine.url("10.0.0.2:8000")
     started_proxy(machine, block(DEPLOYMENT, "layerpush proxy --host 0.0.0.0"), "proxy")
     with loads(at_d, 1 + 1):
-        assert answer(machine.run(block(QUICKSTART, "curl")))
+        assert answer(machine.run(block(PROXY, "curl")))
     elsewhere = {"kv_transfer_params": PrefillIdentity("prefill-0", "127.0.0.1", 5600, 1).to_decode("a-request")}
     with pytest.raises(
         openai.BadRequestError, match=r"'remote_host' is '127.0.0.1' .str., which is not in this engine's"
