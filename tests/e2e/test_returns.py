@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.e2e.enginehost import EngineHost
 from tests.e2e.engines import PREFIX_CACHING
 from tests.e2e.enginespec import BLOCK_SIZE, LAYERWISE, EngineSpec, beside_store, transfer
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Reference, check, check_tokens, introduce, prompt
+from tests.e2e.handoff import Handoff, Reference, check, check_tokens, introduce, new_id, prompt
 from tests.e2e.turns import TURNS, begin_turn, shared_tokens, take_turn
 
 P = EngineSpec("P-turns", "P", transfer(LAYERWISE, granularity="layer", **TURNS), PREFIX_CACHING)
@@ -155,3 +156,24 @@ def test_other_engines(fleet: Fleet, reference: Reference, name: str) -> None:
     second = take_turn(p, d, first.text + prompt(100, seed=152), first.params)
     check_tokens(second.outcome, reference)
     assert second.computed == 480 - 379 // size * size
+
+
+@pytest.mark.exhaustive
+def test_several_answers(fleet: Fleet, reference: Reference) -> None:
+    """D keeps none of `n` answers. Of P's `n` requests one loads the turn, and the other computes its prompt."""
+    p, d = fleet.get(PAIRS["larger blocks on D"][0], EngineSpec("D-turns-32-n", "D", transfer(LAYERWISE, **TURNS)))
+    introduce(p, d)
+    first = take_turn(p, d, prompt(300, seed=155))
+    p.wait_idle()
+    p.call(probes.count_scheduled_tokens)
+    handoff = Handoff(new_id(), first.text + prompt(100, seed=156), p, d)
+    names = [f"{number}_{handoff.request_id}" for number in range(2)]  # as vLLM's front end names them
+    for name in names:
+        p.add(dataclasses.replace(handoff.to_p(), request_id=name, kv_transfer_params=first.params))
+        d.add(dataclasses.replace(handoff.to_d(), request_id=name))
+    for name in names:
+        finished = d.wait_output(name)
+        assert finished.kv_transfer_params is None
+        assert finished.token_ids == reference.tokens(handoff.token_ids, handoff.max_tokens)
+        p.wait_output(name)
+    assert p.call(probes.all_scheduled_tokens) == 2 * 440 - shared_tokens(first)

@@ -49,18 +49,13 @@ def take_turn(
 
 
 def begin_turn(
-    p: EngineHost,
-    d: EngineHost,
-    token_ids: list[int],
-    before: dict[str, Any] | None = None,
-    max_tokens: int = ANSWER,
-    **sampling: Any,
+    p: EngineHost, d: EngineHost, token_ids: list[int], before: dict[str, Any] | None = None, max_tokens: int = ANSWER
 ) -> Handoff:
     """Send a turn to both engines. ``before``: the params that D returned with the turn before."""
     handoff = Handoff(new_id(), token_ids, p, d, max_tokens)
-    to_p, to_d = (dataclasses.replace(each, sampling=sampling) for each in (handoff.to_p(), handoff.to_d()))
+    to_p = handoff.to_p()
     p.add(to_p if before is None else dataclasses.replace(to_p, kv_transfer_params=before))
-    d.add(to_d)
+    d.add(handoff.to_d())
     return handoff
 
 
