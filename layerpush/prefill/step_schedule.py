@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from layerpush.core.push_mode import PushMode
 from layerpush.prefill.layer_interval import LayerInterval
-from layerpush.prefill.push import Push
 from layerpush.prefill.write_schedule import SAFETY, Progress, Speeds, layers_to_wait
 from layerpush.transport.link import Link
 from layerpush.transport.link_speed import LinkSpeed
+
+if TYPE_CHECKING:
+    from layerpush.prefill.push import Push
 
 FRESH_S = 1.0
 """Seconds after a WRITE has landed for which its link needs no probe."""

@@ -340,8 +340,8 @@ def imported_modules(file: Path) -> list[str]:
 WRAPPERS = {target.wrapper.partition(":")[0] for patch in PATCHES for target in patch.targets}
 ENGINE = ("layerpush.apps.doctor", "layerpush.nixl", "layerpush.plugin", *sorted(WRAPPERS))
 ENTRIES: dict[str, tuple[str, ...]] = {
-    "": ("layerpush.apps.extras", *PURE),
-    "plot": ("layerpush.apps.tracing.command",),
+    "": ("layerpush.apps.extras", "layerpush.apps.estimate.report", *PURE),
+    "plot": ("layerpush.apps.tracing.command", "layerpush.apps.estimate.command"),
     "proxy": ("layerpush.apps.metrics_port", "layerpush.apps.proxy.command"),
     "cpu": ENGINE,
     "cuda": ENGINE,
