@@ -21,7 +21,7 @@ Move = Callable[[enum.Enum, type], bool]
 
 @dataclass(frozen=True)
 class Machine:
-    """A state machine as its module defines it: ``State``, ``Event``, ``Action`` and ``TRANSITIONS``."""
+    """A state machine as its module defines it: ``State``, ``Event`` and ``TRANSITIONS``."""
 
     module: ModuleType
 
@@ -60,11 +60,7 @@ class Machine:
 
     def events(self) -> str:
         """One row per event: its fields and its meaning."""
-        return table(("event", "carries", "meaning"), [_described(kind) for kind in self._kinds(self.module.Event)])
-
-    def actions(self) -> str:
-        """One row per action: its fields and its meaning."""
-        return table(("action", "carries", "meaning"), [_described(kind) for kind in self._kinds(self.module.Action)])
+        return table(("event", "carries", "meaning"), [_described(kind) for kind in self._events])
 
     @property
     def _states(self) -> type[enum.Enum]:
@@ -80,9 +76,10 @@ class Machine:
         """The targets in the order of the states; "stay" stands for the state itself."""
         return " or ".join(f"`{one.name}`" if one is not state else "stay" for one in self._states if one in targets)
 
-    def _kinds(self, base: type) -> list[type]:
-        """The kinds of ``base`` in the order in which the module defines them."""
-        defined = vars(self.module).values()
+    @property
+    def _events(self) -> list[type]:
+        """In the order in which the module defines them."""
+        defined, base = vars(self.module).values(), self.module.Event
         return [kind for kind in defined if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
 
 

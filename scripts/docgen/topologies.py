@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,13 @@ def pairs(root: Path) -> str:
     for row in json.loads((root / TABLE).read_text()):
         copies = {0: "", 1: "once"}.get(copied := row.get("copies", 0), f"{copied} times")
         reason = f"`{row['reason']}`" if row["mode"] == "refused" else ""
-        rows.append((row["name"], row["mode"], reason, copies, "; ".join(map(words, row["cases"]))))
-    return table(("P and D", "behaviour", "refused with", "P sends each byte", "pairs"), rows)
+        rows.append((row["name"], row["mode"], reason, copies, _example(row["cases"])))
+    return table(("P and D", "behaviour", "refused with", "P sends each byte", "for example"), rows)
+
+
+def _example(cases: Sequence[Mapping[str, Any]]) -> str:
+    more = len(cases) - 1
+    return words(cases[0]) + (f"; {more} more" if more else "")
 
 
 def words(case: Mapping[str, Any]) -> str:

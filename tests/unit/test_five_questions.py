@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SECTIONS = (ROOT / "docs/design/index.md").read_text().partition("\n## Five questions\n")[2].split("\n### ")[1:]
 MOST = {
-    "When is a WRITE posted?": 6,
+    "When is a WRITE posted?": 4,
     "When may a block of D be used again?": 5,
     "Where does a new kind of message go?": 3,
     "Where does a new kind of attention go?": 2,
