@@ -1,4 +1,4 @@
-"""Rates of gathering and scattering blocks, beside a plain copy of as many bytes and other operators."""
+"""Rates of gathering blocks, beside a plain copy of as many bytes and another operator."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rich.console import Console
 from bench import OUTPUT, unfinished, write
 from bench.bootstrap import Interval, ratio_of_medians
 from bench.command import numbers
-from bench.kernelpage import DIRECTIONS, OURS
-from bench.kernelreference import gather_reference, scatter_reference
+from bench.kernelpage import OURS, TORCHS
+from bench.kernelreference import gather_reference
 from bench.provenance import provenance
-from layerpush_kernels import FULL_DEVICE_PROGRAMS, gather_blocks, scatter_blocks
+from layerpush_kernels import FULL_DEVICE_PROGRAMS, gather_blocks
 
 COPY = "copy"
 POOL_FACTOR = 2  # a cache has twice the blocks that are moved
@@ -60,10 +60,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Cell:
-    """Seconds of every way in every round, for one case and direction. In a round the ways take turns."""
+    """Seconds of every way in every round, for one case. In a round the ways take turns."""
 
     case: Case
-    direction: str
     seconds: Mapping[str, Sequence[float]]
 
     def gb_s(self, way: str) -> dict[str, float]:
@@ -80,7 +79,7 @@ class Cell:
             way: {"gb_s": self.gb_s(way), "of_copy": self.of_copy(way).as_json("ratio"), "seconds": list(seconds)}
             for way, seconds in self.seconds.items()
         }
-        return asdict(self.case) | {"direction": self.direction, "ways": ways}
+        return asdict(self.case) | {"ways": ways}
 
 
 class Timer:
@@ -112,48 +111,28 @@ class Bench:
     device: torch.device
     rounds: int
 
-    def measure(self, case: Case, timer: Timer) -> list[Cell]:
-        """Gather and scatter of one case. Raises ``WrongBytesError``, before any time is taken, if a byte is wrong."""
+    def measure(self, case: Case, timer: Timer) -> Cell:
+        """Gather the blocks of one case. Raises ``WrongBytesError``, before any time is taken, if a byte is wrong."""
         shape = (POOL_FACTOR * case.blocks, case.block_bytes // 2)
         noise = torch.Generator(self.device).manual_seed(SEED)
         bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=self.device, generator=noise)
         cache = bits.view(torch.bfloat16)
-        ids = case.block_ids()
-        packed = torch.empty((case.blocks, shape[1]), dtype=torch.bfloat16, device=self.device)
-        expected = gather_reference([cache], ids)[0].view(torch.bfloat16)
-        gathers, scatters = self._ways(cache, packed, expected.clone(), ids)
-        for name, way in gathers.items():
-            packed.view(torch.uint8).fill_(POISON)
-            way()
-            _check(packed, expected, name, "gather", case)
-        cells = [Cell(case, "gather", self._rounds(gathers, timer))]
-        target = cache.clone()
-        target.view(torch.uint8).fill_(POISON)
-        scatter_reference(expected.view(torch.uint8)[None], ids, [target])
-        packed.copy_(expected)
-        for name, way in scatters.items():
-            if name != COPY:
-                cache.view(torch.uint8).fill_(POISON)
-                way()
-                _check(cache, target, name, "scatter", case)
-        return [*cells, Cell(case, "scatter", self._rounds(scatters, timer))]
-
-    def _ways(
-        self, cache: torch.Tensor, packed: torch.Tensor, piece: torch.Tensor, host_ids: torch.Tensor
-    ) -> list[dict[str, Way]]:
-        """Gathers and scatters by name, all on the same tensors; the copy moves as many bytes from or to ``piece``."""
+        host_ids = case.block_ids()
         ids = host_ids.to(self.device)
-        gathers: dict[str, Way] = {
+        packed = torch.empty((case.blocks, shape[1]), dtype=torch.bfloat16, device=self.device)
+        expected = gather_reference([cache], host_ids)[0].view(torch.bfloat16)
+        piece = expected.clone()
+        ways: dict[str, Way] = {
             COPY: lambda: packed.copy_(piece),
             OURS: lambda: gather_blocks(cache, ids, packed),
-            DIRECTIONS["gather"]: lambda: torch.index_select(cache, 0, ids, out=packed),
+            TORCHS: lambda: torch.index_select(cache, 0, ids, out=packed),
         }
-        scatters: dict[str, Way] = {
-            COPY: lambda: piece.copy_(packed),
-            OURS: lambda: scatter_blocks(packed, ids, cache),
-            DIRECTIONS["scatter"]: lambda: cache.index_copy_(0, ids, packed),
-        }
-        return [gathers, scatters]
+        for name, way in ways.items():
+            packed.view(torch.uint8).fill_(POISON)
+            way()
+            if not torch.equal(packed.view(torch.uint8), expected.view(torch.uint8)):
+                raise WrongBytesError(f"{name}: wrong bytes after the gather of {case}")
+        return Cell(case, self._rounds(ways, timer))
 
     def _rounds(self, ways: Mapping[str, Way], timer: Timer) -> dict[str, list[float]]:
         """Each round begins with another way. A first round warms up and does not count."""
@@ -183,11 +162,11 @@ def main(
         ),
     ] = OUTPUT / "kernel.json",
 ) -> None:
-    """Measure gather_blocks and scatter_blocks.
+    """Measure gather_blocks.
 
     A case is a number of blocks and a block size, with ids in one run or in any order. These move it in turn: a plain
-    copy of as many contiguous bytes, which is the ceiling; layerpush; torch's index_select or index_copy_. Each must
-    first move every byte right. If one does not, the bench writes nothing and the exit status is 1. A run that is
+    copy of as many contiguous bytes, which is the ceiling; layerpush; torch's index_select. Each must first move every
+    byte right. If one does not, the bench writes nothing and the exit status is 1. A run that is
     killed leaves the cases so far in `kernel.unfinished.json`, beside the result. The bench leaves out cases that move
     more than 2 GiB on a GPU, or 128 MiB on a CPU.
 
@@ -216,8 +195,8 @@ def main(
     try:
         for case in every:
             if case.bytes <= MOST_BYTES[kind]:
-                cells += bench.measure(case, timer)
-                console.print(_line(cells[-2]), _line(cells[-1]), sep="\n")
+                cells.append(bench.measure(case, timer))
+                console.print(_line(cells[-1]))
                 write(partial, body())
     except WrongBytesError as error:
         partial.unlink(missing_ok=True)
@@ -228,15 +207,10 @@ def main(
     console.print(f"Written: {out}; {len(left_out)} cases above {MOST_BYTES[kind] >> 20} MiB left out")
 
 
-def _check(got: torch.Tensor, expected: torch.Tensor, way: str, direction: str, case: Case) -> None:
-    if not torch.equal(got.view(torch.uint8), expected.view(torch.uint8)):
-        raise WrongBytesError(f"{way}: wrong bytes after the {direction} of {case}")
-
-
 def _line(cell: Cell) -> str:
     case = cell.case
     rates = "  ".join(f"{way} {cell.gb_s(way)['p50']:.2f} ({cell.of_copy(way).value:.0%})" for way in cell.seconds)
-    return f"{cell.direction:8}{case.block_bytes / 1024:6g} KiB x {case.blocks:<5}{case.ids:11}GB/s (of copy): {rates}"
+    return f"{case.block_bytes / 1024:6g} KiB x {case.blocks:<5}{case.ids:11}GB/s (of copy): {rates}"
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ IDS = "random"
 OURS = "layerpush"
 ROUNDED = 1000
 """From this rate on, in GB/s, a table shows no fraction."""
-DIRECTIONS = {"gather": "index_select", "scatter": "index_copy_"}
-"""Each direction with torch's operator for it."""
+TORCHS = "index_select"
+"""torch's operator for the same."""
 
 Cell = Mapping[str, Any]
 
@@ -25,19 +25,15 @@ def tables(result: Result) -> str:
 
 
 def _rates(cells: list[Cell]) -> str:
-    by_place = {
-        (cell["block_bytes"], cell["blocks"], cell["direction"]): cell["ways"] for cell in cells if cell["ids"] == IDS
-    }
-    measured = [(size, count) for size in SIZES for count in COUNTS if (size, count, "gather") in by_place]
-    headings = ["KiB per block", "blocks"]
-    for direction, torchs in DIRECTIONS.items():
-        headings += [f"{direction} GB/s", "of a copy", f"`{torchs}` GB/s", "of a copy"]
-    rows = []
-    for size, count in measured:
-        ways = [(by_place[size, count, direction], torchs) for direction, torchs in DIRECTIONS.items()]
-        rates = [rate for each, torchs in ways for way in (OURS, torchs) for rate in _rate(each[way])]
-        rows.append((f"{size / 1024:g}", str(count), *rates))
-    return number_table(tuple(headings), rows, words=0)
+    ways = {(cell["block_bytes"], cell["blocks"]): cell["ways"] for cell in cells if cell["ids"] == IDS}
+    headings = ("KiB per block", "blocks", "gather GB/s", "of a copy", f"`{TORCHS}` GB/s", "of a copy")
+    rows = [
+        (f"{size / 1024:g}", str(count), *_rate(ways[size, count][OURS]), *_rate(ways[size, count][TORCHS]))
+        for size in SIZES
+        for count in COUNTS
+        if (size, count) in ways
+    ]
+    return number_table(headings, rows, words=0)
 
 
 def _rate(way: Mapping[str, Any]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Gather and scatter in plain torch, block by block. Slow and obvious: a reference for tests and benchmarks."""
+"""A gather in plain torch, block by block. Slow and obvious: a reference for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,6 @@ def gather_reference(caches: Sequence[torch.Tensor], block_ids: torch.Tensor) ->
             source = _in_memory_order(cache[block])
             row.view(cache.dtype).view(source.shape).copy_(source)
     return out
-
-
-def scatter_reference(packed: torch.Tensor, block_ids: torch.Tensor, caches: Sequence[torch.Tensor]) -> None:
-    """The inverse: ``packed`` is uint8 ``[layers, n, block_bytes]``. Of equal ids the last one counts.
-
-    It waits for the device; any thread. Raises ``ValueError`` if the lengths differ, ``IndexError`` for an id outside a
-    cache.
-    """
-    for layer, cache in zip(packed, caches, strict=True):
-        for row, block in zip(layer, block_ids.tolist(), strict=True):
-            target = _in_memory_order(cache[block])
-            target.copy_(row.clone().view(cache.dtype).view(target.shape))
 
 
 def _in_memory_order(block: torch.Tensor) -> torch.Tensor:

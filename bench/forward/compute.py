@@ -10,7 +10,6 @@ import torch
 from bench.forward.draws import Draw
 from bench.forward.end import Cache, settle
 from bench.forward.kv import Noise
-from layerpush_kernels import LayerTable, layer_table, scatter_blocks
 
 SIDE = {"cpu": 256, "cuda": 4096}
 """Side of the square matrices. A product takes less than a millisecond, as an operation of a model does."""
@@ -83,11 +82,11 @@ class Prompts:
     """Writes the KV of all requests of a case into P's cache, step by step."""
 
     def __init__(self, cache: Cache, draws: Sequence[Draw], noise: Noise) -> None:
-        self._table: LayerTable = layer_table(cache.slots)
+        self._slots = [slot.view(torch.int64) for slot in cache.slots]
         self._block_bytes = cache.slots[0].shape[1]
         self._noise = noise
         self._device = cache.slots[0].device
-        self._sources = [torch.tensor(draw.sources, dtype=torch.int32) for draw in draws]
+        self._sources = [torch.tensor(draw.sources, dtype=torch.int64) for draw in draws]
 
     def place(self, first: int, end: int) -> list[tuple[int, torch.Tensor]]:
         """For blocks ``[first, end)`` of each request: the first one's index in a layer's KV, and all their ids."""
@@ -98,4 +97,5 @@ class Prompts:
         size = self._block_bytes
         whole = self._noise.layer(turn, layer, size * sum(map(len, self._sources)))
         for first, ids in places:
-            scatter_blocks(whole[first * size : (first + len(ids)) * size], ids, self._table[layer : layer + 1])
+            rows = whole[first * size : (first + len(ids)) * size].view(torch.int64).view(len(ids), -1)
+            self._slots[layer].index_copy_(0, ids, rows)

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from layerpush_kernels.gather import FULL_DEVICE_PROGRAMS
 from layerpush_kernels.geometry import WIDEST_ACCESS
-from layerpush_kernels.packing import FULL_DEVICE_PROGRAMS
 
 TILE = 512  # accesses; four of each thread, in flight together
 WARPS = 4

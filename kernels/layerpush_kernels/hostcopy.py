@@ -1,4 +1,4 @@
-"""Gather and scatter in CPU memory, with torch's own operators."""
+"""A gather in CPU memory, with torch's own operator."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from layerpush_kernels.layers import LayerTable
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-def copy_blocks(table: LayerTable, block_ids: torch.Tensor, packed: torch.Tensor, gather: bool) -> None:
-    """Gather or scatter in the calling thread, with arguments that :mod:`layerpush_kernels.packing` has checked."""
+def gather_blocks(table: LayerTable, block_ids: torch.Tensor, packed: torch.Tensor) -> None:
+    """Gather in the calling thread, with arguments that :mod:`layerpush_kernels.gather` has checked."""
     layers = packed.view(len(table), -1)
     for cache, layer in zip(table.caches, layers, strict=True):
         size = math.gcd(8, table.geometry.alignment(_offset(cache), _offset(layer)))
         blocks = _words(cache, size, table.geometry)
         rows = _words(layer, size, _packed(table.geometry, block_ids.numel()))
-        if gather:
-            torch.index_select(blocks, 0, block_ids, out=rows)
-        else:
-            blocks.index_copy_(0, block_ids.long(), rows)
+        torch.index_select(blocks, 0, block_ids, out=rows)
 
 
 def _packed(geometry: Geometry, count: int) -> Geometry:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from layerpush_kernels import checksums, packing
+from layerpush_kernels import checksums, gather
 
 PLACES = ["host", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)]
 KERNEL_PLACES = PLACES[1:]
@@ -37,7 +37,7 @@ def running_at(place: str) -> Iterator[torch.device]:
         yield torch.device("cuda", torch.cuda.current_device())
         return
     make = Interpreted if place == "interpreter" else triton.JITFunction
-    kernels = ((packing, "copy_blocks"), (checksums, "sum_parts"), (tl, "sum"))
+    kernels = ((gather, "copy_blocks"), (checksums, "sum_parts"), (tl, "sum"))
     with ExitStack() as stack:
         for module, name in kernels:
             stack.enter_context(mock.patch.object(module, name, make(getattr(module, name).fn)))

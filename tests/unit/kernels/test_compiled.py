@@ -12,11 +12,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from layerpush_kernels import checksums, packing
+from layerpush_kernels import checksums, gather
 
 CAPABILITIES = {"A100": 80, "H100": 90, "B200": 100}
-QUICK = {"A100": [[True, True]], "H100": [[True, False], [False, True]], "B200": [[False, False]]}
-"""The copies whose machine code `make test` reads: gather, split."""
+QUICK = {"A100": [True], "H100": [False, True], "B200": [False]}
+"""The copies whose machine code `make test` reads: of split blocks, of whole ones."""
 TILE = 1024
 ACCESSES = 4  # of each thread, per tile
 
@@ -35,11 +35,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def compiled(*, table: bool, ids: str = "i64", gpu: str = "H100", **constants: object) -> CompiledKernel:
-    kernel = packing.copy_blocks
+    kernel = gather.copy_blocks
     signature = {each.name: "constexpr" if each.is_constexpr else each.annotation_type for each in kernel.params}
     signature |= {"ids": f"*{ids}", "pointers": "*i64" if table else "constexpr"}
     constants |= {"TILE": TILE} | ({} if table else {"pointers": None})
-    return assembled(kernel, signature, constants, gpu, TILE // packing.UNITS_PER_WARP)
+    return assembled(kernel, signature, constants, gpu, TILE // gather.UNITS_PER_WARP)
 
 
 def assembled(kernel: Any, signature: Any, constants: dict[str, Any], gpu: str, warps: int) -> CompiledKernel:
@@ -61,16 +61,10 @@ def rows(*every: list[Any], quick: Callable[..., bool]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("unit", "gather", "split"),
-    rows(
-        [16, 8, 4, 2, 1],
-        [False, True],
-        [False, True],
-        quick=lambda unit, gather, split: unit == 16 or (split and gather == (unit in (8, 2))),
-    ),
+    ("unit", "split"), rows([16, 8, 4, 2, 1], [False, True], quick=lambda unit, split: unit == 16 or split)
 )
-def test_every_access_is_one_unit(unit: int, gather: bool, split: bool) -> None:
-    kernel = compiled(table=True, GATHER=gather, SPLIT=split, UNIT=unit)
+def test_every_access_is_one_unit(unit: int, split: bool) -> None:
+    kernel = compiled(table=True, SPLIT=split, UNIT=unit)
     assert accesses(kernel, "st") == [unit] * ACCESSES
     id_and_pointer = [8, 8]
     assert sorted(accesses(kernel, "ld")) == sorted([unit] * ACCESSES + id_and_pointer)
@@ -78,17 +72,16 @@ def test_every_access_is_one_unit(unit: int, gather: bool, split: bool) -> None:
 
 @pytest.mark.parametrize("ids", ["i32", "i64"])
 def test_a_single_cache_needs_no_pointer(ids: str) -> None:
-    kernel = compiled(table=False, ids=ids, GATHER=True, SPLIT=False, UNIT=16)
+    kernel = compiled(table=False, ids=ids, SPLIT=False, UNIT=16)
     assert sorted(accesses(kernel, "ld")) == [int(ids[1:]) // 8] + [16] * ACCESSES
 
 
 @pytest.mark.parametrize(
-    ("gpu", "gather", "split"),
-    rows(list(CAPABILITIES), [False, True], [False, True], quick=lambda gpu, *copy: [*copy] in QUICK[gpu]),
+    ("gpu", "split"), rows(list(CAPABILITIES), [False, True], quick=lambda gpu, split: split in QUICK[gpu])
 )
-def test_all_loads_of_a_tile_are_in_flight_together(gather: bool, split: bool, gpu: str) -> None:
+def test_all_loads_of_a_tile_are_in_flight_together(split: bool, gpu: str) -> None:
     """In the machine code too: four loads of 128 bits, then four stores, nothing spilled, no shared memory."""
-    kernel = compiled(table=True, gpu=gpu, GATHER=gather, SPLIT=split, UNIT=16)
+    kernel = compiled(table=True, gpu=gpu, SPLIT=split, UNIT=16)
     assert f"sm_{CAPABILITIES[gpu]}" in kernel.asm["ptx"]
     assert kernel.metadata.shared == 0
     found = re.findall(r"\b(?:LDG|STG|LDL|STL)\b\S*", kernel.asm["sass"])

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layerpush_kernels import FULL_DEVICE_PROGRAMS, checksums, gather_blocks, layer_table, packing, scatter_blocks
+from layerpush_kernels import FULL_DEVICE_PROGRAMS, checksums, gather, gather_blocks, layer_table
 from layerpush_kernels.layers import single_layer
 from tests.unit.kernels.places import running_at
 
@@ -46,13 +46,13 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-NAMES = list(triton.JITFunction(packing.copy_blocks.fn).arg_names)
+NAMES = list(triton.JITFunction(gather.copy_blocks.fn).arg_names)
 
 
 @pytest.fixture
 def launches() -> Iterator[Launches]:
     recorder = Launches()
-    with mock.patch.object(packing, "copy_blocks", recorder):
+    with mock.patch.object(gather, "copy_blocks", recorder):
         yield recorder
 
 
@@ -67,11 +67,9 @@ def test_the_grid_has_one_program_per_tile_up_to_the_cap(
     launches: Launches, blocks: int, most: int, programs: int
 ) -> None:
     cache, ids = caches(1)[0], torch.arange(blocks)
-    packed = torch.empty(blocks * BLOCK, dtype=torch.uint8)
-    gather_blocks(cache, ids, packed, max_programs=most)
-    scatter_blocks(packed, ids, cache, max_programs=most)
-    assert launches.grids == [(programs,), (programs,)]
-    assert [each["tasks"] for each in launches.arguments] == [3 * blocks, 3 * blocks]
+    gather_blocks(cache, ids, torch.empty(blocks * BLOCK, dtype=torch.uint8), max_programs=most)
+    assert launches.grids == [(programs,)]
+    assert launches.arguments[0]["tasks"] == 3 * blocks
 
 
 def test_many_layers_need_one_launch_and_the_default_cap_is_a_full_device(launches: Launches) -> None:
@@ -84,18 +82,17 @@ def test_many_layers_need_one_launch_and_the_default_cap_is_a_full_device(launch
 def test_without_ids_no_kernel_is_launched(launches: Launches) -> None:
     none = torch.empty(0, dtype=torch.int64)
     gather_blocks(caches(1)[0], none, torch.empty(0, dtype=torch.uint8))
-    scatter_blocks(torch.empty(0, dtype=torch.uint8), none, layer_table(caches(2)))
+    gather_blocks(layer_table(caches(2)), none, torch.empty(0, dtype=torch.uint8))
     assert launches.grids == []
 
 
-def test_gather_and_scatter_allocate_nothing_and_read_only_the_bounds_of_ids(launches: Launches) -> None:
+def test_a_gather_allocates_nothing_and_reads_only_the_bounds_of_ids(launches: Launches) -> None:
     table, ids, packed = layer_table(caches(3)), torch.arange(2), torch.empty((3, 2, BLOCK), dtype=torch.uint8)
     with Operations() as operations:
         gather_blocks(table, ids, packed)
-        scatter_blocks(packed, ids, table)
         gather_blocks(table.caches[0], ids, packed[0])
         gather_blocks(table[1:], ids, packed[1:])
-    assert len(launches.grids) == 4
+    assert len(launches.grids) == 3
     views = {"view", "slice", "alias", "detach", "select"}
     assert operations.names - views == {"aminmax", "_local_scalar_dense"}
 
@@ -140,20 +137,17 @@ def test_more_tiles_than_a_launch_can_count_are_refused(launches: Launches) -> N
 
 def test_the_kernel_skips_ids_outside_the_cache() -> None:
     with running_at("interpreter"):
-        memory = torch.arange(6 * 64).to(torch.uint8).view(6, 64)
-        cache, was = memory[2:4], memory.clone()
+        cache = torch.arange(6 * 64).to(torch.uint8).view(6, 64)[2:4]
         ids = torch.tensor([-1, 1, 2, 2**40])
         out = torch.full((4, 64), 0xFF, dtype=torch.uint8)
-        packing._launch(single_layer(cache), ids, out, 3, gather=True)
+        gather._launch(single_layer(cache), ids, out, 3)
         assert torch.equal(out[1], cache[1])
         assert bool((out[[0, 2, 3]] == 0xFF).all())
-        packing._launch(single_layer(cache), ids, out, 3, gather=False)
-        assert torch.equal(memory, was)
 
 
 @pytest.mark.parametrize(
     ("kernel", "tensors"),
-    [(packing.copy_blocks, ["pointers", "ids"]), (checksums.sum_parts, ["parts", "out"])],
+    [(gather.copy_blocks, ["pointers", "ids"]), (checksums.sum_parts, ["parts", "out"])],
     ids=["copy", "checksums"],
 )
 def test_no_argument_makes_a_kernel_compile_again(kernel: Any, tensors: list[str]) -> None:
@@ -165,18 +159,16 @@ def test_no_argument_makes_a_kernel_compile_again(kernel: Any, tensors: list[str
 
 
 @pytest.mark.gpu
-def test_gather_and_scatter_neither_wait_nor_allocate_on_a_gpu() -> None:
+def test_a_gather_neither_waits_nor_allocates_on_a_gpu() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     table = layer_table([cache.to(device) for cache in caches(3)])
     ids, packed = torch.arange(2, device=device), torch.empty((3, 2, BLOCK), dtype=torch.uint8, device=device)
     gather_blocks(table, ids, packed)
-    scatter_blocks(packed, ids, table)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
         gather_blocks(table, ids, packed)
-        scatter_blocks(packed, ids, table)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

@@ -1,13 +1,11 @@
-"""Refusals of gather and scatter, before any copy."""
+"""Refusals of the gather, before any copy."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from layerpush_kernels import gather_blocks, layer_table, scatter_blocks
+from layerpush_kernels import gather_blocks, layer_table
 from tests.unit.kernels.places import running_at
 
 CACHE = torch.arange(4 * 32, dtype=torch.int32).view(4, 32)
@@ -43,14 +41,8 @@ def test_invalid_arguments_are_refused(what: str, place: str) -> None:
     cache, ids, packed, words = REFUSED[what]
     options = {"max_programs": 0} if what == "no programs" else {}
     was = CACHE.clone()
-    calls: list[Callable[[], None]] = [
-        lambda: gather_blocks(cache, ids, packed, **options),
-        lambda: scatter_blocks(packed, ids, cache, **options),
-    ]
-    with running_at(place):
-        for call in calls:
-            with pytest.raises(ValueError, match=words):
-                call()
+    with running_at(place), pytest.raises(ValueError, match=words):
+        gather_blocks(cache, ids, packed, **options)
     assert torch.equal(CACHE, was)
 
 
@@ -105,6 +97,3 @@ def test_unknown_ids_are_skipped_on_a_gpu() -> None:
     gather_blocks(cache, ids, out)
     assert torch.equal(out[1], cache[3])
     assert bool((out[[0, 2, 3]] == -7).all())
-    was = cache.clone()
-    scatter_blocks(out, ids, cache)
-    assert torch.equal(cache, was)

@@ -1,4 +1,4 @@
-"""Gather scattered KV blocks of one or several layers into contiguous memory, and scatter them back, byte for byte."""
+"""Gather scattered KV blocks of one or several layers into contiguous memory, byte for byte."""
 
 from __future__ import annotations
 
@@ -44,49 +44,20 @@ def gather_blocks(
     Raises ``ValueError`` for other shapes, dtypes or devices, if ``out`` shares memory with a cache, for a stream of
     another device and for ``max_programs`` below 1.
     """
-    _copy(cache, block_ids, out, stream, max_programs, gather=True)
-
-
-def scatter_blocks(
-    packed: torch.Tensor,
-    block_ids: torch.Tensor,
-    cache: torch.Tensor | LayerTable,
-    *,
-    stream: torch.cuda.Stream | None = None,
-    max_programs: int = FULL_DEVICE_PROGRAMS,
-) -> None:
-    """Copy packed blocks to blocks ``block_ids`` of a cache, or of all layers of a table.
-
-    The inverse of :func:`gather_blocks`, with the same arguments, errors, streams and threads, and ``packed`` for
-    ``out``. Bytes of the cache outside these blocks, and between their runs, are not touched. If an id occurs twice,
-    its block may hold parts of both packed blocks. Ids outside the cache are skipped on CUDA.
-    """
-    _copy(cache, block_ids, packed, stream, max_programs, gather=False)
-
-
-def _copy(
-    cache: torch.Tensor | LayerTable,
-    block_ids: torch.Tensor,
-    packed: torch.Tensor,
-    stream: torch.cuda.Stream | None,
-    max_programs: int,
-    *,
-    gather: bool,
-) -> None:
     table = cache if isinstance(cache, LayerTable) else single_layer(cache)
-    _check(table, block_ids, packed, stream, max_programs)
-    if packed.numel() == 0:
+    _check(table, block_ids, out, stream, max_programs)
+    if out.numel() == 0:
         return
     if table.device.type != "cpu":
         with torch.cuda.device(table.device), torch.cuda.stream(stream):
-            _launch(table, block_ids, packed, max_programs, gather)
+            _launch(table, block_ids, out, max_programs)
     elif isinstance(copy_blocks, triton.JITFunction):
-        hostcopy.copy_blocks(table, block_ids, packed, gather)
+        hostcopy.gather_blocks(table, block_ids, out)
     else:  # Triton's interpreter
-        _launch(table, block_ids, packed, max_programs, gather)
+        _launch(table, block_ids, out, max_programs)
 
 
-def _launch(table: LayerTable, block_ids: torch.Tensor, packed: torch.Tensor, max_programs: int, gather: bool) -> None:
+def _launch(table: LayerTable, block_ids: torch.Tensor, packed: torch.Tensor, max_programs: int) -> None:
     geometry, count = table.geometry, block_ids.numel()
     unit = math.gcd(table.alignment, packed.data_ptr())
     block_units = geometry.block_bytes // unit
@@ -110,7 +81,6 @@ def _launch(table: LayerTable, block_ids: torch.Tensor, packed: torch.Tensor, ma
         geometry.block_stride // unit,
         geometry.outer_stride // unit,
         geometry.inner_stride // unit,
-        GATHER=gather,
         SPLIT=geometry.run_bytes < geometry.block_bytes,
         UNIT=unit,
         TILE=tile,
@@ -136,7 +106,6 @@ def copy_blocks(  # type: ignore[no-untyped-def]
     block_stride: tl.int64,
     outer_stride: tl.int64,
     inner_stride: tl.int64,
-    GATHER: tl.constexpr,
     SPLIT: tl.constexpr,
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
@@ -161,10 +130,7 @@ def copy_blocks(  # type: ignore[no-untyped-def]
             scattered += unit
         here = tl.multiple_of((scattered * UNIT)[:, None].to(tl.pointer_type(WORD)), [UNIT, UNIT]) + lanes
         there = tl.multiple_of((contiguous * UNIT)[:, None].to(tl.pointer_type(WORD)), [UNIT, UNIT]) + lanes
-        if GATHER:
-            tl.store(there, tl.load(here, mask), mask)
-        else:
-            tl.store(here, tl.load(there, mask), mask)
+        tl.store(there, tl.load(here, mask), mask)
 
 
 def _check(
