@@ -17,6 +17,7 @@ from rich.console import Console
 from bench.demo.cluster import DEMO_SHAPE, MODES, TOKENS_PER_STEP, Cluster
 from bench.demo.measure import examine, expected_tokens, take_turns
 from bench.demo.report import DemoReport
+from bench.demo.timeline import draw_pushes
 from bench.provenance import provenance
 from bench.servers.display import Display
 from bench.servers.engines import Engine, EngineFailedError, EngineGroup, Place
@@ -25,7 +26,6 @@ from bench.servers.link import LinkError
 from bench.servers.load import RequestFailedError, complete_disaggregated, make_prompt
 from bench.servers.model import write_model
 from bench.servers.workspace import model_cache, places_of, work_directory
-from layerpush.apps.tracing.picture import draw_pushes
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import aiohttp
 
+from bench.figures import Figures, TraceError, figures_of, median_figures
 from bench.hand_over import HandOver, hand_over_of, median_hand_over
 from bench.servers.engines import Engine
 from bench.servers.load import Answer, complete, complete_disaggregated
-from layerpush.apps.tracing.figures import Figures, TraceError, figures_of, median_figures
 from layerpush.apps.tracing.folder import FolderError
 from layerpush.apps.tracing.requests import RequestTrace, TraceSet, read_traces
 from layerpush.core.prefill_identity import remote_request_id

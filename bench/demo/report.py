@@ -10,8 +10,8 @@ import msgspec
 from rich.table import Table
 
 from bench.demo.measure import ModeResult, Sample, result_of
+from bench.figures import Figures
 from bench.hand_over import CLIENT, HandOver
-from layerpush.apps.tracing.figures import Figures
 from layerpush.telemetry.trace_records import PushRecord
 
 FIGURE_NAMES = tuple(field.name for field in fields(Figures))

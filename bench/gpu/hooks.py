@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from layerpush.apps.tracing.figures import read_pushes
+from bench.figures import read_pushes
 from layerpush.telemetry.trace_records import PushRecord
 
 LEAST_BLOCKS = 2

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from bench.figures import TraceError, figures_of
 from bench.provenance import unplaced
 from bench.serve.background import background
 from bench.serve.driver import Driver, arguments
@@ -16,7 +17,6 @@ from bench.serve.results import Wrong, by_cell
 from bench.serve.scrape import FIRST_TOKENS, PREFILL, Meter
 from bench.serve.site import Site, Target, Targets
 from bench.serve.traces import Traces, hand_overs
-from layerpush.apps.tracing.figures import TraceError, figures_of
 
 
 class WrongAnswersError(Exception):

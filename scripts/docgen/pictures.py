@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from bench.figures import completed_times
 from bench.fleet.studies import chosen
 from bench.forward.growth import COUNTED, Line
 from bench.keptpage import KEPT, NOTHING
 from bench.markdown import Result
 from bench.serve.plan import AGGREGATED, TOKEN
-from layerpush.apps.tracing.figures import completed_times
 from layerpush.apps.tracing.picture import COMPUTE_COLOURS, EXPOSED_COLOUR, WRITE_COLOUR, draw_push
 from layerpush.telemetry.trace_records import PushRecord
 from scripts.docgen import estimates

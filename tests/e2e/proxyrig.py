@@ -20,11 +20,11 @@ import openai
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from bench.figures import read_pushes
 from bench.servers.engines import SERVED_NAME, Engine, EngineGroup, EngineSpec, Role, no_proxy
 from bench.servers.interrupts import Interrupts
 from bench.servers.model import ModelShape, write_model
 from bench.servers.ports import PortAllocator
-from layerpush.apps.tracing.figures import read_pushes
 from layerpush.telemetry.trace_records import PushRecord
 from tests.e2e.enginespec import LAYERWISE
 from tests.e2e.forkedservers import ForkedSpec

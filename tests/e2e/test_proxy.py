@@ -17,8 +17,8 @@ import httpx
 import openai
 import pytest
 
+from bench.figures import read_pushes
 from bench.servers.engines import Engine
-from layerpush.apps.tracing.figures import read_pushes
 from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity
 from layerpush.telemetry.metrics.catalog import FIRST_TOKENS
 from tests.e2e.docscripts import keys_that_p_answers

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from layerpush.apps.tracing.figures import Figures, TraceError, figures_of, median_figures, read_pushes
+from bench.figures import Figures, TraceError, figures_of, median_figures, read_pushes
 from layerpush.apps.tracing.intervals import compute_intervals
 from layerpush.telemetry.trace_records import PushRecord
 

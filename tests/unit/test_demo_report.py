@@ -10,9 +10,9 @@ from rich.console import Console
 
 from bench.demo.measure import Sample
 from bench.demo.report import DemoReport
+from bench.figures import figures_of
 from bench.hand_over import PARTS, HandOver
 from bench.servers.load import Answer
-from layerpush.apps.tracing.figures import figures_of
 from tests.unit.test_demo_figures import parse
 
 KEYS = {

@@ -1,4 +1,4 @@
-"""The computation times of a push's layers, the phases of a load and of a first token, and arithmetic. Pure."""
+"""The computation times of a push's layers, the phases of a load and of a first token, and their lanes. Pure."""
 
 from __future__ import annotations
 
@@ -55,15 +55,6 @@ def token_phases(token: FirstTokenRecord) -> Iterator[tuple[str, float, float]]:
     for name, (start, end) in zip(TOKEN_PHASES, pairwise(bounds), strict=True):
         if start is not None and end is not None and start < end:
             yield name, start, end
-
-
-def union_length(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of the intervals."""
-    total, covered_to = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, covered_to))
-        covered_to = max(covered_to, end)
-    return total
 
 
 def lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Pictures of pushes: P's computation of each layer, its WRITEs, and D's wait."""
+"""The picture of one request: P's computation of each layer, its WRITEs, and D's wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from layerpush.apps.tracing.breakdown import PARTS, break_down
-from layerpush.apps.tracing.figures import completed_times
 from layerpush.apps.tracing.intervals import compute_intervals, phases, token_phases
 from layerpush.apps.tracing.requests import RequestTrace
 from layerpush.core.push_mode import PushMode
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_RANKS = 8
-LATE_LAYERS = 3
-"""The enlarged end of a push shows at least so many layers."""
 DPI = 110
 COMPUTE_COLOURS = ("#9bb8d3", "#5b87b2")
 WRITE_COLOUR = "#d9541e"
@@ -69,36 +66,6 @@ def draw_request(request: RequestTrace, path: Path) -> None:
             axes.set_title(f"P: {push.engine_id} rank {push.rank}, {facts}", loc="left", fontsize="medium")
         panels[0].figure.suptitle(_title(request), x=0.01, ha="left")
         panels[-1].set_xlabel("milliseconds since the request began")
-
-
-def draw_pushes(pushes: Mapping[str, PushRecord], path: Path) -> None:
-    """One column of panels per name: above, the end of prefill, enlarged; below, the whole push.
-
-    The panels of a row share their time scale. Its zero is the time when the last layer was ready.
-
-    Raises ``TraceError`` when a push was not completed, ``PictureError`` as ``draw_request`` does.
-    """
-    times = {name: completed_times(push) for name, push in pushes.items()}
-    longest = 1e3 * max(ready - planned for planned, ready, _ in times.values())
-    exposed = 1e3 * max(landed - ready for _, ready, landed in times.values())
-    with panel_grid(path, [4.4, 2.6], len(pushes), LEGEND, share="row") as (ends, wholes):
-        for end, whole, (name, push) in zip(ends, wholes, pushes.items(), strict=True):
-            _, ready, landed = times[name]
-            for axes in (end, whole):
-                draw_push(axes, push, zero=ready)
-                axes.set_xlabel("milliseconds since the last layer was ready")
-            end.set_title(f"{name}: {1e3 * (landed - ready):.1f} ms exposed", loc="left")
-            counts = ((len(push.chunks), "chunk"), (len(push.writes), "WRITE"))
-            counted = ", ".join(f"{number} {noun}{'s' * (number != 1)}" for number, noun in counts)
-            whole.set_title(f"the whole push: {counted}", loc="left", fontsize="medium")
-        before = max(1e3 * (times[name][1] - _late(push)) for name, push in pushes.items())
-        ends[0].set_xlim(-max(before, exposed), exposed * 1.05)
-        wholes[0].set_xlim(-longest * 1.01, exposed * 1.05)
-
-
-def _late(push: PushRecord) -> float:
-    """The time in seconds at which all but the last ``LATE_LAYERS`` layers were ready."""
-    return min(sorted(at for _, _, at, _ in push.ready)[-LATE_LAYERS - 1 :])
 
 
 @contextmanager

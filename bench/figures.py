@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from layerpush.apps.tracing.folder import read_lines
-from layerpush.apps.tracing.intervals import union_length
 from layerpush.telemetry.trace_records import PushRecord
 
 
@@ -83,3 +82,12 @@ def median_figures(figures: Sequence[Figures]) -> Figures:
         descriptors=statistics.median_low([one.descriptors for one in figures]),
         bytes=statistics.median_low([one.bytes for one in figures]),
     )
+
+
+def union_length(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of the intervals."""
+    total, covered_to = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, covered_to))
+        covered_to = max(covered_to, end)
+    return total
