@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import shlex
+import signal
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -14,18 +17,20 @@ import typer
 
 from bench import ROOT
 from bench.command import names
-from bench.gpu.host import HostError, check_compiler, environment, gpu_mib, missing_modules
+from bench.gpu.host import HostError, environment, gpu_mib
 from bench.gpu.parts import PARTS, Room, Step, TooSmallError, steps_of
-from bench.gpu.running import Ending, Ran, Runner
-from bench.provenance import provenance
 from bench.servers.interrupts import Interrupted, Interrupts
+from bench.servers.processes import start
 
 ALL = "all"
-RECORD = "gpu-bench.json"
 MODEL = Path(tempfile.gettempdir()) / "layerpush-llama-3b"
 LIKE_H200_MIB = 143_771
 """The GPU's memory for ``--dry-run``."""
 FAILED, BROKEN = 1, 2
+GRACE_S = 45
+"""A step has this time to end its processes after SIGTERM; it counts as time of the part."""
+LATE = (124, 137)
+"""Statuses of ``timeout``."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -57,10 +62,10 @@ def main(
     PYTHON=... chooses the interpreter; else it is that of .venv, else python3. It must have a CUDA build of torch. The
     bench installs and downloads nothing. Two processes, or several engines, share the GPU: KV moves over CUDA IPC.
 
-    Each part leaves its JSON and logs in the folder. gpu-bench.json there has the commands, their exit
-    statuses and the versions. At its time limit the bench stops a part with all its processes and begins the next.
+    Each part leaves its JSON and logs in the folder. At its time limit the bench stops a part with all its
+    processes and begins the next.
 
-    Exit status: 0, or 1 if a part failed or ran out of time, or 2 without a GPU, a module or a C compiler.
+    Exit status: 0, or 1 if a part failed or ran out of time, or 2 without a GPU.
 
     - scripts/gpu-bench kernels --out results
 
@@ -77,9 +82,6 @@ def main(
     try:
         room = Room(LIKE_H200_MIB if dry_run else gpu_mib(), model)
         steps = {part: steps_of(part, out, room) for part in wanted}
-        if not dry_run:
-            _check_modules(wanted)
-            check_compiler()
     except (HostError, TooSmallError) as error:
         typer.echo(f"gpu-bench: {error}", err=True)
         raise typer.Exit(BROKEN) from error
@@ -90,31 +92,43 @@ def main(
 
 
 def _run(steps: dict[str, list[Step]], out: Path, minutes: float) -> int:
-    """Run the parts and return the exit status. Writes the record after each part."""
-    out.mkdir(parents=True, exist_ok=True)
-    record = provenance(seed=0) | {"minutes": minutes}
-    done: dict[str, list[Ran]] = {}
+    """Run the parts and return the exit status. The first step that fails, or is out of time, ends its part."""
+    failed = False
+    (out / "logs").mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="layerpush-gpu-") as scratch:
         variables = environment(os.environ, Path(scratch))
-        runner = Runner(sys.executable, ROOT, out / "logs", 60 * minutes, typer.echo, variables)
         try:
             with Interrupts():
                 for part, each in steps.items():
                     typer.echo(f"== {part}: {PARTS[part]}")
-                    done[part] = runner.part(part, each)
-                    _write(out, record, done)
+                    end = time.monotonic() + 60 * minutes
+                    for step in each:
+                        name = f"{part}-{step.name}"
+                        status = _status(step, out / "logs" / f"{name}.log", end - time.monotonic(), variables)
+                        typer.echo(f"{name}: status {status}{', out of time' if status in LATE else ''}")
+                        if status:
+                            failed = True
+                            break
         except Interrupted as interrupted:
             typer.echo(f"{interrupted}; all processes have ended.", err=True)
             return interrupted.exit_status
-    for part, ran in done.items():
-        typer.echo(f"{part}: {', '.join(map(str, ran))}")
     typer.echo(f"Written: {out}")
-    return FAILED if any(each.ending is not Ending.WELL for ran in done.values() for each in ran) else 0
+    return FAILED if failed else 0
 
 
-def _write(out: Path, record: dict[str, object], done: dict[str, list[Ran]]) -> None:
-    parts = {part: [each.as_json() for each in ran] for part, ran in done.items()}
-    (out / RECORD).write_text(json.dumps(record | {"parts": parts}, indent=1) + "\n")
+def _status(step: Step, log: Path, seconds: float, variables: dict[str, str]) -> int:
+    """Run a step in a process group, which always ends, and show its output. Returns its status."""
+    limit = ["timeout", f"--kill-after={GRACE_S}", f"{max(1.0, seconds - GRACE_S):.0f}"]
+    process = start([*limit, sys.executable, *step.arguments], log, cwd=ROOT, env=variables)
+    try:
+        return process.wait()
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        typer.echo(log.read_text(errors="replace"))
 
 
 def _show(steps: dict[str, list[Step]], minutes: float) -> None:
@@ -122,13 +136,6 @@ def _show(steps: dict[str, list[Step]], minutes: float) -> None:
         typer.echo(f"{part}: at most {minutes:g} minutes")
         for step in each:
             typer.echo(f"  {step.name}: {shlex.quote(sys.executable)} {step}")
-
-
-def _check_modules(wanted: list[str]) -> None:
-    missing = missing_modules(wanted)
-    if missing:
-        lacks = "; ".join(f"for {part}: {', '.join(names)}" for part, names in missing.items())
-        raise HostError(f"{sys.executable} lacks, {lacks}. Install them, or choose another with PYTHON=...")
 
 
 if __name__ == "__main__":

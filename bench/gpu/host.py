@@ -1,19 +1,16 @@
-"""Checks of the host, and the environment of all steps."""
+"""The host's GPU, and the environment of all steps."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
-import shutil
 import tomllib
-from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
 
 import layerpush
 from bench import ROOT
 from bench.forward.links import ALLOCATOR_VARIABLES
-from bench.gpu.parts import NEEDED_MODULES
 from bench.machine import machine
 
 GROUP, PLUGIN = "vllm.general_plugins", "layerpush"
@@ -36,23 +33,6 @@ def gpu_mib() -> int:
             "interpreter with a CUDA build of torch that fits the driver"
         )
     return int(gpus[0]["memory_mib"])
-
-
-def missing_modules(parts: Iterable[str]) -> dict[str, list[str]]:
-    """Missing modules of this interpreter, by part."""
-    found = {part: [name for name in NEEDED_MODULES[part] if find_spec(name) is None] for part in parts}
-    return {part: names for part, names in found.items() if names}
-
-
-def check_compiler() -> None:
-    """Raises ``HostError`` without the C compiler by which Triton builds its launchers: ``CC``, gcc or clang."""
-    chosen = os.environ.get("CC")
-    if not any(shutil.which(name) for name in ([chosen] if chosen else ["gcc", "clang"])):
-        raise HostError(
-            f"no C compiler here: CC={chosen} is not there"
-            if chosen
-            else "no C compiler here: Triton needs gcc or clang"
-        )
 
 
 def environment(inherited: Mapping[str, str], plugin: Path) -> dict[str, str]:

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.forward.links import CUDA_IPC_TRANSPORTS
 
 PARTS = {
-    "kernels": "gather and scatter: their tests on the GPU, then GB/s beside a plain copy",
+    "kernels": "the gather and checksums: their tests on the GPU, then GB/s beside a plain copy",
     "serve": "vLLM engines on the GPU with a random model of Llama-3.2-3B's geometry: first token, by prompt length",
     "forward": "two processes on the GPU over CUDA IPC: the cost of pushes for a forward pass, and the exposed time",
 }
 """The most valuable part is first: a user with a GPU for a short time gets its figures."""
-COMMON_MODULES = ("typer", "rich", "numpy", "torch", "triton")
-ENGINE_MODULES = (
-    *COMMON_MODULES,
-    "nixl",
-    "msgspec",
-    "vllm",
-    "aiohttp",
-    "safetensors",
-    "tokenizers",
-    "transformers",
-)
-NEEDED_MODULES: Mapping[str, tuple[str, ...]] = {
-    "kernels": (*COMMON_MODULES, "pytest", "pytest_timeout", "hypothesis"),
-    "serve": ENGINE_MODULES,
-    "forward": (*COMMON_MODULES, "nixl", "msgspec"),
-}
 MIB = 1 << 20
 
 
@@ -40,14 +23,10 @@ class TooSmallError(ValueError):
 
 @dataclass(frozen=True)
 class Step:
-    """One command: ``arguments`` of the interpreter. It may take ``share`` of its part's time, at most the rest.
-
-    A part ends with the first step that fails.
-    """
+    """One command: ``arguments`` of the interpreter. A part ends with the first step that fails."""
 
     name: str
     arguments: tuple[str, ...]
-    share: float = 1.0
 
     def __str__(self) -> str:
         return shlex.join(self.arguments)
@@ -127,13 +106,13 @@ def _kernels(out: Path, _: Room) -> list[Step]:
         "no:cacheprovider",
     )
     bench = ("-m", "bench.kernel", "--device", "cuda", "--out", str(out / "kernel.json"))
-    return [Step("tests", tests, share=0.5), Step("bench", bench)]
+    return [Step("tests", tests), Step("bench", bench)]
 
 
 def _forward(out: Path, _: Room) -> list[Step]:
     bench = ("-m", "bench.forward", "--device", "cuda", "--links", "cuda_ipc", "--progress", "spin")
     return [
-        Step("quick", (*bench, "--quick", "--out", str(out / "forward-quick.json")), share=0.3),
+        Step("quick", (*bench, "--quick", "--out", str(out / "forward-quick.json"))),
         Step("bench", (*bench, "--out", str(out / "forward.json"))),
     ]
 
@@ -141,11 +120,11 @@ def _forward(out: Path, _: Room) -> list[Step]:
 def _serve(out: Path, room: Room) -> list[Step]:
     """Engines, and a check of their hooks."""
     runs = engines_for(room.gpu_mib)
-    steps = [Step("model", ("-m", "bench.gpu.model", "--out", str(room.model)), share=0.3)]
+    steps = [Step("model", ("-m", "bench.gpu.model", "--out", str(room.model)))]
     for engines in runs:
         name = "serve" if len(runs) == 1 else f"serve-{engines.modes}"
         result, logs = out / f"{name}.json", out / f"{name}-logs"
-        steps.append(Step(name, _measure(engines, room.model, result, logs), share=0.8 / len(runs)))
+        steps.append(Step(name, _measure(engines, room.model, result, logs)))
         traces = logs / f"loopback-b{STEP_TOKENS}" / "trace"
         by_layer = [str(traces / mode) for mode in engines.modes.split(",") if mode in BY_LAYER]
         if by_layer:
