@@ -17,7 +17,7 @@ from layerpush.connector import LayerwisePushConnector
 from layerpush.core.config import ConfigError
 from layerpush.engine.scheduler import side_channel
 from layerpush.engine.scheduler.side_channel import SideChannelError
-from layerpush.engine.worker.thread_name import WRITER
+from layerpush.engine.worker.writer_thread import THREAD_NAME
 from layerpush.prefill.unhooked_layers import GRAPH_TOKENS
 from tests.connector.engine import Engine, cache_config, config_of
 
@@ -117,7 +117,7 @@ def test_with_layerwise_off_nothing_is_logged(engine: Build, no_layers: None, ca
     assert said(caplog, "layerpush pushes") == []
 
 
-def test_upstreams_settings_pass_through(engine: Build) -> None:
+def test_vllms_settings_pass_through(engine: Build) -> None:
     p = engine("kv_producer", {"kv_lease_duration": 7})
     assert p.connector.connector_scheduler._kv_lease_duration == 7
 
@@ -145,7 +145,7 @@ def test_the_compute_thread_is_not_bound_to_the_transfer_core(engine: Build) -> 
     engine("kv_producer")
     assert os.sched_getaffinity(0) == before
     tasks = Path("/proc/self/task").iterdir()
-    writers = [int(task.name) for task in tasks if (task / "comm").read_text().strip() == WRITER]
+    writers = [int(task.name) for task in tasks if (task / "comm").read_text().strip() == THREAD_NAME]
     assert {frozenset(os.sched_getaffinity(writer)) for writer in writers} == {frozenset(before)}
 
 
