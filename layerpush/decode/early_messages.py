@@ -54,7 +54,7 @@ class EarlyMessages:
         early = EarlyMessage(sender, message, kept, payload.startswith(PEER_PREFIX))
         return self._messages.add(early, [message.request_id], now)
 
-    def take(self, request_id: str) -> list[EarlyMessage]:
+    def pop_messages(self, request_id: str) -> list[EarlyMessage]:
         """Remove and return the messages about this request, in the order in which they came."""
         return self._messages.drop([request_id])
 

@@ -1,7 +1,7 @@
 """The loads of one decode rank, by request.
 
 A load begins when the engine registers a request (``register``), and is over when no prefill rank can write into the
-request's blocks. ``core.load_session`` has its states.
+request's blocks. ``load_session`` has its states.
 
 Ownership:
 
@@ -12,10 +12,10 @@ Ownership:
 - ``Outcomes`` owns the outcomes that are still to be reported to the engine.
 
 The writer thread calls everything here, but for ``engines_in_use`` and ``len``. ``register``, ``abort`` and
-``time_out`` are tasks from the main thread; messages come from ``worker.inbox``. ``tick`` follows every round of
+``time_out`` are tasks from the main thread; messages come from ``Inbox``. ``tick`` follows every round of
 tasks and messages: it gives sessions the time, and delivers outcomes to vLLM's inboxes.
 
-A completion takes this way: ``worker.inbox`` -> ``Loads.on_message`` -> ``Load.on_message`` -> ``LoadSession`` ->
+A completion takes this way: ``Inbox`` -> ``Loads.on_message`` -> ``Load.on_message`` -> ``LoadSession`` ->
 ``Outcomes.report_ended``; then, in the same turn of the writer, ``Loads.tick`` -> ``Outcomes.tick`` ->
 ``VllmPushWorker.loaded``.
 """
@@ -211,7 +211,7 @@ class Loads:
         request_id = load.session.request_id
         for event in events:
             self._handle(request_id, event, now)
-        for early in self._early.take(request_id) if load.session.agents else ():
+        for early in self._early.pop_messages(request_id) if load.session.agents else ():
             self.peers.on_message(early.sender, now, speaks_layerpush=early.speaks_layerpush)
             self._on_message(early.sender, early.message, early.payload, now)
 

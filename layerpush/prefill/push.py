@@ -133,7 +133,7 @@ def logged(what: str, request_id: str) -> Iterator[None]:
     """An error is logged and goes no further: it must not end another push, nor this one once more."""
     try:
         yield
-    except Exception:
+    except Exception:  # the push goes on to its end
         logger.exception("layerpush: %s failed (request %s)", what, request_id)
 
 
@@ -377,7 +377,7 @@ class Push:
         if self._sample is not None and write.id not in self._losses:
             sample, self._sample = self._sample, None  # after an error there is none
             with logged("a checksum", self.request_id):
-                sample.take(write, self.session.ready_blocks)
+                sample.take_checksums(write, self.session.ready_blocks)
                 self._sample = sample
         if posted:
             descriptors = sum(transfer.record.runs or 0 for transfer in posted)

@@ -56,7 +56,7 @@ class Sample:
         self._taken: dict[tuple[int, str], dict[int, tuple[int, bytes]]] = {}
         """For each decode rank and layer, by first token: the end, and the checksum."""
 
-    def take(self, write: Write, blocks: ReadyBlocks) -> None:
+    def take_checksums(self, write: Write, blocks: ReadyBlocks) -> None:
         """A WRITE of ``blocks`` was posted: take checksums of what it reads from. Raises ``RuntimeError``."""
         if write.epoch != self._epoch:
             self._epoch = write.epoch

@@ -295,8 +295,8 @@ def test_recomputing_takes_other_blocks(decode: Build) -> None:
     assert not d.owned() & registered
 
 
-def test_without_quarantine_recomputing_takes_the_same_blocks(decode: Build) -> None:
-    """The reason for the quarantine: nothing in vLLM keeps the blocks of a failed load apart."""
+def test_without_our_reference_recomputing_takes_the_same_blocks(decode: Build) -> None:
+    """The reason for it: nothing in vLLM keeps the blocks of a failed load apart."""
     d = decode()
     d.decode("r")
     d.step()
@@ -428,7 +428,7 @@ def test_a_load_without_a_push_is_cancelled_after_the_timeout(decode: Build, cap
     assert d.reasons["r"] == "length"
 
 
-def test_the_default_registration_timeout_is_upstreams(decode: Build) -> None:
+def test_the_default_registration_timeout_is_vllms(decode: Build) -> None:
     d = decode()
     assert d.scheduler.connector.connector_scheduler._push_registration_timeout == 480
     d.decode("r")

@@ -36,7 +36,7 @@ PAUSE_S = 0.02
 LONG_PAUSE_S = 0.1
 """Between two looks of a wait for seconds."""
 SERIOUS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
-UPSTREAM_ECHO = "Skipping KV post-processing for failed request"
+VLLM_ECHO = "Skipping KV post-processing for failed request"
 
 
 def early(p: EngineHost, d: EngineHost, length: int, seed: int, *, max_tokens: int = MAX_TOKENS) -> Handoff:
@@ -176,7 +176,7 @@ class LogView:
     def serious(self, host: EngineHost, mentioning: str) -> list[str]:
         """Warnings and errors with this text, except the line by which vLLM repeats a failed load."""
         lines = [line for line in self.lines(host) if mentioning in line and SERIOUS.search(line)]
-        return [line for line in lines if UPSTREAM_ECHO not in line]
+        return [line for line in lines if VLLM_ECHO not in line]
 
     def check_one(self, host: EngineHost, request_id: str, cause: str, level: str | None = None) -> None:
         """Check that one warning or error names the request and gives the cause (a regular expression)."""

@@ -96,7 +96,7 @@ def chunks_of(
     return plans
 
 
-def upstream_pairs(prefill_blocks: Sequence[int], decode_blocks: Sequence[int]) -> list[tuple[int, int]]:
+def vllm_pairs(prefill_blocks: Sequence[int], decode_blocks: Sequence[int]) -> list[tuple[int, int]]:
     """vLLM's rule for a whole push: the decode engine's blocks are the prompt's last ones."""
     if not decode_blocks:
         return []

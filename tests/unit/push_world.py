@@ -16,7 +16,7 @@ from layerpush.core.write import WHOLE, Segment, Write
 from layerpush.prefill import push_protocol
 from layerpush.prefill.push_protocol import Event, Outcome, State
 from layerpush.prefill.push_session import PushSession
-from tests.unit.builders import blocks_of, registration, upstream_pairs
+from tests.unit.builders import blocks_of, registration, vllm_pairs
 
 Cell = tuple[int, int]
 LAYER_BYTES = 10
@@ -75,7 +75,7 @@ class PushWorld:
     handed_over: list[Registration | None] = field(default_factory=list)
     stock_write_busy: bool = False
     """vLLM's whole WRITE is on the wire."""
-    upstream_posts: int = 0
+    vllm_posts: int = 0
     delivered: bool = False
     cancelled: bool = False
     failures: list[push_protocol.ReportFailure] = field(default_factory=list)
@@ -141,11 +141,9 @@ class PushWorld:
         return (self.registered or self.state is State.WHOLE) and self.session.accepts(push_protocol.CancelledByD)
 
     @property
-    def pushed_by_upstream(self) -> bool:
+    def pushed_by_vllm(self) -> bool:
         """vLLM may post its WRITE: `Push.is_whole`, and D has registered."""
-        return (
-            self.state is State.WHOLE and self.registered and self.session.failure is None and not self.upstream_posts
-        )
+        return self.state is State.WHOLE and self.registered and self.session.failure is None and not self.vllm_posts
 
     @property
     def droppable(self) -> bool:
@@ -393,7 +391,7 @@ class PushWorld:
     def post_whole(self) -> None:
         assert self.handed_over[-1] == self.registration
         self.stock_write_busy = True
-        self.upstream_posts += 1
+        self.vllm_posts += 1
         self.post_whole_to_next_rank()
 
     def post_whole_to_next_rank(self) -> None:
@@ -453,7 +451,7 @@ class PushWorld:
         assert groups == {part.group}
         table, targets = self.shape.table(part.group, self.epoch), self.shape.targets(part.group)
         skipped = len(table) - len(targets)
-        whole = upstream_pairs(table, targets)[part.first - skipped : part.end - skipped]
+        whole = vllm_pairs(table, targets)[part.first - skipped : part.end - skipped]
         assert list(zip(part.source, part.target, strict=True)) == [pair for pair in whole if pair[0] != 0]
         assert 0 not in part.source + part.target
 
@@ -520,9 +518,9 @@ class PushWorld:
                 self.finish()
             elif self.stock_write_busy:
                 self.deliver()
-            elif self.pushed_by_upstream and self.shape.other_blocks:
+            elif self.pushed_by_vllm and self.shape.other_blocks:
                 self.push_ended_prompt()
-            elif self.pushed_by_upstream:
+            elif self.pushed_by_vllm:
                 self.post_whole()
             else:
                 assert self.registrable, f"stuck in {self.state.name}"
@@ -533,7 +531,7 @@ class PushWorld:
         assert self.releases or self.gone
         if not self.disturbed:
             assert self.notified + self.delivered == 1
-            assert self.completions + self.upstream_posts == 1
+            assert self.completions + self.vllm_posts == 1
             assert not self.failures
 
 

@@ -1371,7 +1371,7 @@ def test_an_unknown_agent_is_served_after_the_engine_is_forgotten(verdict: Verdi
     assert world.writer.pushes[1:] == [("n/p", newer)]
 
 
-def test_an_engine_connected_by_upstream_is_probed_at_its_own_address() -> None:
+def test_an_engine_connected_by_vllm_is_probed_at_its_own_address() -> None:
     """vLLM's heartbeats connect, too."""
     world = World("n/p")
     world.network.connected["D"] = ("d-0",)

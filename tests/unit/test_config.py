@@ -182,7 +182,7 @@ def test_documentation_covers_every_key() -> None:
     assert table["trace_dir"][1] == "`null`"
 
 
-def test_upstream_keys_match_the_keys_of_vllms_nixl_connectors() -> None:
+def test_other_keys_match_the_keys_of_vllms_nixl_connectors() -> None:
     """A missing key would make us refuse an option of vLLM's."""
     folder = package("vllm") / "distributed/kv_transfer/kv_connector/v1/nixl"
     read = {key for file in folder.glob("*.py") for key in _keys_read(file)}

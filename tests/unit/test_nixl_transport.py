@@ -372,7 +372,7 @@ def test_the_release_of_a_failed_write_releases_its_confirmation(clock: SimpleNa
 # WRITEs that vLLM posts.
 
 
-def upstream_posts(agent: ScriptedAgent, transport: NixlTransport) -> tuple[WriteHandle, NotedPost]:
+def vllm_posts(agent: ScriptedAgent, transport: NixlTransport) -> tuple[WriteHandle, NotedPost]:
     """As vLLM does it: it ignores the state, and logs errors."""
     post = transport.noted()
     handle = post.make_prepped_xfer("WRITE", "local", [7, 8, 9], "remote", [20, 21, 22], notif_msg=b"")
@@ -382,10 +382,10 @@ def upstream_posts(agent: ScriptedAgent, transport: NixlTransport) -> tuple[Writ
 
 
 @pytest.mark.parametrize("locked", [True, False])
-def test_an_upstream_write_is_polled_and_released_by_the_transport(locked: bool) -> None:
+def test_a_vllm_write_is_polled_and_released_by_the_transport(locked: bool) -> None:
     agent = ScriptedAgent(check="PROC")
     transport = NixlTransport(LockedAgent(agent) if locked else agent)
-    handle, post = upstream_posts(agent, transport)
+    handle, post = vllm_posts(agent, transport)
     assert post.failure is None
     assert transport.poll(handle) is WriteState.PENDING
     agent.failures = {}
@@ -399,7 +399,7 @@ def test_an_upstream_write_is_polled_and_released_by_the_transport(locked: bool)
 def test_a_failed_write_of_vllms_is_confirmed(tear: str, clock: SimpleNamespace) -> None:
     agent = ScriptedAgent()
     transport = failing(agent, tear)
-    handle, post = upstream_posts(agent, transport)
+    handle, post = vllm_posts(agent, transport)
     assert (post.failure is not None) == ("post" in tear)
     for _ in range(3):
         assert transport.poll(handle) is WriteState.PENDING
@@ -408,7 +408,7 @@ def test_a_failed_write_of_vllms_is_confirmed(tear: str, clock: SimpleNamespace)
     assert ("BAD" in over(transport, handle)) == ("raises" in tear)
 
 
-def test_an_acknowledged_write_carries_upstreams_notification() -> None:
+def test_an_acknowledged_write_carries_vllms_notification() -> None:
     agent = ScriptedAgent()
     network = NixlTransport(agent)
     acknowledged = AcknowledgedTransport(network)
@@ -425,10 +425,10 @@ def test_an_acknowledged_write_carries_upstreams_notification() -> None:
     assert agent.released == [0]
 
 
-def test_an_upstream_write_to_a_lost_peer_is_over_at_once() -> None:
+def test_a_vllm_write_to_a_lost_peer_is_over_at_once() -> None:
     agent = ScriptedAgent(transfer=nixlRemoteDisconnectError("GONE"))
     transport = NixlTransport(agent)
-    handle, _ = upstream_posts(agent, transport)
+    handle, _ = vllm_posts(agent, transport)
     with pytest.raises(PeerLostError, match="GONE"):
         transport.poll(handle)
     assert len(agent.prepared) == 1
@@ -436,7 +436,7 @@ def test_an_upstream_write_to_a_lost_peer_is_over_at_once() -> None:
     assert agent.released == [0]
 
 
-def test_errors_of_upstreams_preparation_reach_upstream() -> None:
+def test_errors_of_vllms_preparation_reach_vllm() -> None:
     """All else goes straight to the agent; exceptions come through, too."""
     agent = ScriptedAgent(make=nixlBackendError("BAD"))
     post = NixlTransport(agent).noted()

@@ -101,7 +101,7 @@ def moves(world: PushWorld) -> Iterator[Move]:
     if world.state is State.CONNECTING:
         yield lambda w: w.send(push_protocol.Connected())
         yield lambda w: w.send(push_protocol.LinkRefused())
-    if world.pushed_by_upstream:
+    if world.pushed_by_vllm:
         yield PushWorld.push_ended_prompt if world.shape.other_blocks else PushWorld.post_whole
     if world.stock_write_busy:
         yield PushWorld.deliver

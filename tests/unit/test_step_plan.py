@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from layerpush.core.push_mode import PushMode
 from layerpush.core.step_plan import Alignment, ChunkPlan, GroupSlice, PromptProgress
-from tests.unit.builders import blocks_of, chunks_of, table_of, upstream_pairs
+from tests.unit.builders import blocks_of, chunks_of, table_of, vllm_pairs
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def test_blocks_have_the_targets_of_a_whole_push(prompt: Prompt, data: st.DataOb
             for index, block in enumerate(chunk.groups[group].blocks, chunk.groups[group].first)
             if index >= alignment.skipped
         ]
-        assert pairs == upstream_pairs(table[:total], targets)
+        assert pairs == vllm_pairs(table[:total], targets)
         assert alignment.skipped == total - wanted
 
 

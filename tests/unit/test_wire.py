@@ -280,7 +280,7 @@ def test_an_unreadable_registration_is_not_sent(change: dict[str, Any]) -> None:
     ("notification", "request_id", "world_size"),
     [(b"a:1", "a", 1), (b"cmpl-1:x:2", "cmpl-1:x", 2), (b"a,b:999999", "a,b", 999999), ("ü::8".encode(), "ü:", 8)],
 )
-def test_an_upstream_completion_is_understood(notification: bytes, request_id: str, world_size: int) -> None:
+def test_a_vllm_completion_is_understood(notification: bytes, request_id: str, world_size: int) -> None:
     assert read(notification) == Completion(request_id, world_size)
     assert encode_completion(request_id, world_size) == notification
 
@@ -327,7 +327,7 @@ def test_an_invalid_notification_is_refused(notification: bytes) -> None:
         (b"HB:a\nb,c," + b"x" * 1025, ("c",)),
     ],
 )
-def test_an_upstream_heartbeat_is_understood(notification: bytes, request_ids: tuple[str, ...]) -> None:
+def test_a_vllm_heartbeat_is_understood(notification: bytes, request_ids: tuple[str, ...]) -> None:
     assert read(notification) == Heartbeat(request_ids)
 
 

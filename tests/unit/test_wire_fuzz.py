@@ -241,7 +241,7 @@ def test_layerpush_messages_survive_a_round_trip(sent: PeerMessage) -> None:
 
 @FUZZ
 @given(completions | heartbeats)
-def test_upstream_messages_survive_a_round_trip(sent: Completion | Heartbeat) -> None:
+def test_messages_of_vllm_survive_a_round_trip(sent: Completion | Heartbeat) -> None:
     assert read_or_refused(sent_again(sent)) == sent
 
 
@@ -390,7 +390,7 @@ def test_any_value_as_a_message_is_refused_or_read(prefix: bytes, value: object)
 
 @FUZZ
 @given(st.lists(st.binary(max_size=12), max_size=6), st.text("0123456789+-_ .:٣", max_size=8))
-def test_any_upstream_text_is_refused_or_read(parts: list[bytes], number: str) -> None:
+def test_any_text_of_vllm_is_refused_or_read(parts: list[bytes], number: str) -> None:
     read_or_refused(HEARTBEAT_PREFIX + b",".join(parts))
     read_or_refused(QUIET_PREFIX + (PEER_PREFIX + b"".join(parts)).hex().encode())
     read_or_refused(b":".join([*parts, number.encode()]))

@@ -264,7 +264,7 @@ def test_a_cancel_during_the_handshake_prevents_every_write(whole: bool) -> None
     world.assert_clean()
 
 
-def test_a_cancel_during_upstreams_write_prevents_another() -> None:
+def test_a_cancel_during_vllms_write_prevents_another() -> None:
     """A handshake that vLLM had begun for another rank ends later."""
     world, prompt, wanted = registered(Faults(hold_writes={0: 5}))
     blocks = prompt.blocks
@@ -402,7 +402,7 @@ def test_shutdown_gives_up_on_a_frozen_peer() -> None:
     assert not world.p._live
 
 
-def test_a_failed_upstream_write_is_reported_to_the_host() -> None:
+def test_a_failed_write_of_vllm_is_reported_to_the_host() -> None:
     world, prompt, _ = registered(Faults(fail_writes={0}))
     world.finish(prompt)
     world.settle()

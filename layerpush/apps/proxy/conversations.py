@@ -27,7 +27,7 @@ class Conversations:
     def __init__(self) -> None:
         self._turns = BoundedDict[Session, tuple[float, dict[str, object]]](KEPT, KEPT_BYTES)
 
-    def take(self, session: Session | None, now: float) -> Mapping[str, object]:
+    def pop_params(self, session: Session | None, now: float) -> Mapping[str, object]:
         """P's `kv_transfer_params` for the session's next request. D returns a turn once, so they are forgotten."""
         at, params = (now, {}) if session is None else self._turns.pop(session, (now, {}))
         return {**params, **TO_PREFILL} if now < at + KEPT_S else TO_PREFILL

@@ -123,7 +123,7 @@ class Proxy:
 
     async def _ask(self, body: RequestBody, headers: Mapping[str, str], session: Session | None) -> Answer:
         """Ask pairs of engines until one answers. Raises ``ProxyError`` with the cause of the last failure."""
-        to_prefill = self.conversations.take(session, asyncio.get_running_loop().time())
+        to_prefill = self.conversations.pop_params(session, asyncio.get_running_loop().time())
         suspects: set[Engine] = set()
         refused: set[tuple[Engine, Engine]] = set()
         failure: LegFailedError | None = None

@@ -55,7 +55,7 @@ from tests.unit.both_sides.process import (
     kv_layers,
 )
 from tests.unit.both_sides.rings import MixedStrategy, PrefillStaging
-from tests.unit.builders import layout_of, upstream_pairs
+from tests.unit.builders import layout_of, vllm_pairs
 
 if TYPE_CHECKING:
     from tests.unit.both_sides.decode import DecodeEngine
@@ -272,7 +272,7 @@ class PrefillRank(Process):
     def push_whole(self, request_id: str, blocks: Any, data: dict[str, Any]) -> None:
         """As vLLM does it: one WRITE to each rank, whose end sends the completion."""
         registration = msgspec.convert(data, Registration)
-        pairs = upstream_pairs(blocks[0], registration.local_block_ids[0])
+        pairs = vllm_pairs(blocks[0], registration.local_block_ids[0])
         pairs = [pair for index, pair in enumerate(pairs) if self.replica.owns(index)] or pairs[-1:]
         ours = self.descriptor_ids(slice(None), [source for source, _ in pairs])
         layers, theirs = range(self.world.layers), self.world.memory_blocks[1]

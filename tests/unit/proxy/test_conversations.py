@@ -86,11 +86,11 @@ def test_params_are_used_once_and_get_old() -> None:
     kept = Conversations()
     shown = kept.without_params(WHO, ANSWER, 5.0)
     assert shown == b'{"id":"1","kv_transfer_params":null,"choices":[1.50]}'
-    assert kept.take(("", "talk"), 6.0) == kept.take(None, 6.0) == TO_PREFILL
-    assert kept.take(WHO, 6.0) == {"remote_host": "d", **TO_PREFILL}
-    assert kept.take(WHO, 6.0) == TO_PREFILL
+    assert kept.pop_params(("", "talk"), 6.0) == kept.pop_params(None, 6.0) == TO_PREFILL
+    assert kept.pop_params(WHO, 6.0) == {"remote_host": "d", **TO_PREFILL}
+    assert kept.pop_params(WHO, 6.0) == TO_PREFILL
     kept.without_params(WHO, ANSWER, 5.0)
-    assert kept.take(WHO, 5.0 + KEPT_S) == TO_PREFILL
+    assert kept.pop_params(WHO, 5.0 + KEPT_S) == TO_PREFILL
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_params_are_used_once_and_get_old() -> None:
 def test_other_answers_pass_byte_for_byte(answer: bytes) -> None:
     kept = Conversations()
     assert kept.without_params(WHO, answer, 0.0) == answer
-    assert kept.take(WHO, 0.0) == TO_PREFILL
+    assert kept.pop_params(WHO, 0.0) == TO_PREFILL
 
 
 def test_the_oldest_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,4 +118,4 @@ def test_the_oldest_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     kept = Conversations()
     for name in "abc":
         kept.without_params(("", name), ANSWER, 0.0)
-    assert [kept.take(("", name), 0.0) == TO_PREFILL for name in "abc"] == [True, False, False]
+    assert [kept.pop_params(("", name), 0.0) == TO_PREFILL for name in "abc"] == [True, False, False]
