@@ -23,7 +23,8 @@ A completion takes this way: ``Inbox`` -> ``Loads.on_message`` -> ``Load.on_mess
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from layerpush.core.wire import (
@@ -175,10 +176,7 @@ class Loads:
             text = f"agent {sender} sends a first token for {message.request_id}, which has not asked for it"
             self._peer_errors.count("foreign status", text, now)
         else:
-            try:
-                load.on_message(sender, message, payload, now)
-            finally:
-                self._changed(load, now)
+            self._act(load, partial(load.on_message, sender, message, payload, now), now)
 
     def on_pong(self, sender: str, now: float) -> None:
         """An agent answers a ping: it lives."""
@@ -218,10 +216,18 @@ class Loads:
     def _handle(self, request_id: str, event: Event, now: float) -> None:
         load = self._open.get(request_id)
         if load is not None:
-            try:
-                load.handle(event, now)
-            finally:
-                self._changed(load, now)
+            self._act(load, partial(load.handle, event, now), now)
+
+    def _act(self, load: Load, act: Callable[[], None], now: float) -> None:
+        """A defect fails this load and no other: its agents are asked to stop, and their answers free its blocks."""
+        try:
+            act()
+        except Exception as error:  # a defect of ours: this load cannot go on
+            logger.exception("layerpush: a defect ends the load of %s", load.session.request_id)
+            if load.session.accepts(TimedOut):
+                load.handle(TimedOut(f"{type(error).__name__}: {error}"), now)
+        finally:
+            self._changed(load, now)
 
     def _changed(self, load: Load, now: float) -> None:
         """Note when the load is due next, and remove it if it is closed."""

@@ -32,7 +32,7 @@ from layerpush.core.wire import (
     encode_registration,
     read,
 )
-from layerpush.decode import early_messages
+from layerpush.decode import early_messages, load_protocol
 from layerpush.decode.early_messages import KEPT_S, LoadMessage
 from layerpush.decode.load_session import RETRY_S, TOKEN_WAIT_S, LoadSession
 from layerpush.decode.loads import Loads
@@ -597,6 +597,35 @@ def test_the_number_of_early_messages_is_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 # Giving up.
+
+
+@pytest.mark.parametrize("place", ["message", "task", "tick"])
+def test_a_defect_ends_one_load(place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """P is asked to stop. Its answer frees the blocks, as after any other failure."""
+    world = World()
+    world.awaiting("p-0")
+    world.awaiting("p-0", request_id="s")
+    kind, event = {
+        "message": (load_protocol.AgentCompleted, lambda: world.receives(Completion("r", 1))),
+        "task": (load_protocol.GaveWay, lambda: world.loads.unregister("r", world.now)),
+        "tick": (load_protocol.AgentSilent, lambda: world.orders(liveness.ReportSilent("p-0", "silent"))),
+    }[place]
+
+    def broken(session: LoadSession, event: Any, _: Any) -> Any:
+        if session.request_id == "r":
+            raise KeyError("broken")
+        return session.state
+
+    monkeypatch.setitem(LoadSession.HANDLERS, kind, broken)
+    event()
+    assert world.sent() == [("p-0", cancel_of("r"))]
+    assert "a defect ends the load of r" in caplog.text
+    world.receives(Cancelled("r"))
+    assert world.engine.reports == [("failed", "r")]
+    monkeypatch.undo()
+    world.receives(Completion("s", 1))
+    assert world.engine.reports == [("failed", "r"), ("loaded", "s")]
+    assert world.is_over()
 
 
 def test_an_abort_sends_cancels_and_waits_for_the_prefill_ranks() -> None:
