@@ -304,18 +304,6 @@ def test_a_process_exits_in_spite_of_a_stuck_trace(tmp_path: Path) -> None:
     assert done.stdout == "1\n"
 
 
-def test_a_closed_reader_drops_later_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    os.mkfifo(path_of(tmp_path))
-    file = TraceFile(str(tmp_path), "eng", 0)
-    reader = os.open(path_of(tmp_path), os.O_RDONLY)
-    assert b"process" in os.read(reader, 1 << 16)
-    os.close(reader)
-    file.write_record(record())
-    until(lambda: file.dropped == 1)
-    file.close()
-    assert "has died" not in caplog.text
-
-
 def test_a_partial_line_of_an_earlier_process_spoils_no_first_line(tmp_path: Path) -> None:
     """In a container the next engine has the same name and the same pid."""
     path_of(tmp_path).write_bytes(b'{"kind":"push","requ')
@@ -341,20 +329,6 @@ def test_a_deleted_file_or_folder_is_created_again(tmp_path: Path, what: str) ->
     first, second = lines(folder)
     assert (first["kind"], second["request_id"]) == ("process", "after")
     assert file.dropped == 0
-
-
-def test_records_are_dropped_until_the_folder_can_be_created_again(tmp_path: Path) -> None:
-    folder = tmp_path / "trace"
-    file = TraceFile(str(folder), "eng", 0)
-    until(path_of(folder).exists)
-    shutil.rmtree(folder)
-    folder.write_text("in its place")
-    file.write_record(record("lost"))
-    until(lambda: file.dropped == 1)
-    folder.unlink()
-    file.write_record(record("after"))
-    file.close()
-    assert [line["kind"] for line in lines(folder)] == ["process", "dropped", "push"]
 
 
 def test_a_disk_that_is_full_at_first_does_not_drop_the_first_line(tmp_path: Path, disk: Disk) -> None:
