@@ -81,8 +81,8 @@ def headline(result: Result) -> str:
         for mode, name in names.items()
     ]
     about = (
-        f"Medians for a prompt of {longest:,} tokens over a link emulated at {link}, on {machine(result)}, "
-        f"{result['date'][:10]}. The link makes the difference: over this machine's loopback the first token takes "
+        f"Medians for a prompt of {longest:,} tokens over a link emulated at {link} to an idle D, on {machine(result)}"
+        f", {result['date'][:10]}. The link makes the difference: over this machine's loopback the first token takes "
         f"{_seconds(near, TOKEN)}, and {_seconds(near, 'pull')} with `{STOCK['pull']}`. **The cost**: P's prefill "
         f"takes {_longer(cell, f'{TOKEN}/{AGGREGATED}')} than in one engine; P and D share the cores here."
     )

@@ -104,7 +104,7 @@ def test_the_headline_has_the_longest_prompt_over_the_slow_link_with_an_idle_d()
     )
     first, after = (cell["modes"]["token"][name]["p50"] for name in ("ttft_ms", "after_prefill_ms"))
     assert f"| **layerpush**, as it is installed | {first / 1e3:.2f} s | {after:.0f} ms |" in text.splitlines()
-    assert "over a link emulated at 1gbit, on 2 CPU cores" in text
+    assert "over a link emulated at 1gbit to an idle D, on 2 CPU cores" in text
 
 
 def test_a_failed_soak_is_not_published() -> None:
