@@ -18,18 +18,16 @@ import aiohttp
 import typer
 from rich.console import Console
 
-from bench import OUTPUT, keptpage, write
-from bench.command import console, numbers
+from bench import OUTPUT, keptpage
+from bench.command import console, numbers, publish, running
 from bench.demo.cluster import BLOCK_SIZE, MODES, TOKENS_PER_STEP
 from bench.demo.measure import expected_tokens
 from bench.keptpage import KEPT, NOTHING, STOCK
 from bench.provenance import provenance
 from bench.serve.engine_options import LONG_SHAPE, ROOM_TOKENS, folder
-from bench.servers.engines import Engine, EngineFailedError, EngineGroup, EngineSpec
-from bench.servers.interrupts import Interrupted, Interrupts
+from bench.servers.engines import Engine, EngineGroup, EngineSpec
 from bench.servers.load import Answer, RequestFailedError, complete, make_prompt
 from bench.servers.model import write_model
-from bench.servers.workspace import work_directory
 from layerpush.apps.tracing.requests import read_traces
 from layerpush.core.config import CONNECTOR_NAME
 from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity, remote_request_id
@@ -42,7 +40,6 @@ STOCK_LIMIT_S = 20.0
 """`push_registration_timeout` of stock engines."""
 PEER_TIMEOUT_S = 4
 USAGE = re.compile(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", re.MULTILINE)
-WRONG, BROKEN = 1, 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -200,18 +197,11 @@ def main(
     - python -m bench.kept --tokens 4096 --rounds 1 --wait 5
     """
     began, where = time.monotonic(), console()
-    try:
-        with Interrupts() as interrupts, work_directory(keep_logs) as work:
-            with EngineGroup(work, interrupts, forks=True) as group:
-                bench = Bench(tokens, group, work, where, write_model(folder("kept"), SHAPE))
-                asyncio.run(bench.measure(numbers(percents, 1, 99), rounds, wait))
-            bench.read_traces()
-    except Interrupted as interrupted:
-        where.print(f"[yellow]{interrupted}; all servers are down.[/]")
-        raise typer.Exit(interrupted.exit_status) from None
-    except (EngineFailedError, RequestFailedError) as error:
-        where.print(str(error), style="red", markup=False)
-        raise typer.Exit(BROKEN) from None
+    with running(where, keep_logs) as (work, interrupts):
+        with EngineGroup(work, interrupts, forks=True) as group:
+            bench = Bench(tokens, group, work, where, write_model(folder("kept"), SHAPE))
+            asyncio.run(bench.measure(numbers(percents, 1, 99), rounds, wait))
+        bench.read_traces()
     result: dict[str, Any] = {
         **provenance(SEED),
         "seconds": round(time.monotonic() - began),
@@ -221,11 +211,7 @@ def main(
         "wrong": bench.wrong,
         "samples": [asdict(sample) for sample in bench.samples],
     }  # fmt: skip
-    if bench.wrong:
-        where.print(f"{bench.wrong} answers are wrong. Nothing is written: these times mean nothing.", style="red")
-        raise typer.Exit(WRONG)
-    where.print(keptpage.table(result), markup=False, soft_wrap=True)
-    write(out, result)
+    publish(where, out, result, keptpage.table)
 
 
 if __name__ == "__main__":

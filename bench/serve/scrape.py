@@ -11,6 +11,7 @@ from bench.servers.engines import no_proxy
 
 PREFILL = "vllm:request_prefill_time_seconds"
 FIRST_TOKENS = "vllm:layerpush_first_tokens"
+EVERY_METRICS_LABELS = ("engine", "model_name")
 TIMEOUT_S = 10.0
 PATIENCE_S = 3.0
 LOOK_S = 0.1
@@ -19,8 +20,7 @@ LOOK_S = 0.1
 class Meter:
     """A histogram or a counter at ``url`` from now on; nothing if ``url`` is None.
 
-    A histogram has ``sum`` and ``count``, over all labels. A counter has a number for each value of
-    its label ``origin``.
+    A histogram has ``sum`` and ``count``, over all labels. A counter has a number for each value of its own label.
     """
 
     def __init__(self, url: str | None, metric: str, patience_s: float = PATIENCE_S) -> None:
@@ -60,5 +60,6 @@ class Meter:
         for sample in (each for family in text_string_to_metric_families(text) for each in family.samples):
             metric, _, part = sample.name.rpartition("_")
             if metric == self._metric and part in ("sum", "count", "total"):
-                found[sample.labels["origin"] if part == "total" else part] += sample.value
+                own = [value for label, value in sample.labels.items() if label not in EVERY_METRICS_LABELS]
+                found[own[0] if part == "total" else part] += sample.value
         return found

@@ -8,6 +8,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import aiohttp
@@ -57,26 +58,32 @@ async def complete(
 ) -> Answer:
     """Stream one greedy completion. Raises ``RequestFailedError`` for an error answer or a stream that ends early."""
     request_id = request_id or uuid.uuid4().hex
-    body: dict[str, object] = {
-        "model": SERVED_NAME,
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-    }
-    if kv_transfer_params is not None:
-        body["kv_transfer_params"] = dict(kv_transfer_params)
+    body = {**_body(prompt, max_tokens, kv_transfer_params), "stream": True}
     sent_at = time.perf_counter()
-    try:
-        timed_tokens = [timed async for timed in _stream(session, engine, body, request_id)]
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise RequestFailedError(f"{engine.name}, request {request_id}: {type(error).__name__} {error}") from error
+    timed_tokens = [timed async for timed in _stream(session, engine, body, request_id)]
     if not timed_tokens or len(timed_tokens) != max_tokens:
         raise RequestFailedError(f"{engine.name} sent {len(timed_tokens)} of {max_tokens} tokens for {request_id}")
     tokens = tuple(token for token, _ in timed_tokens)
     return Answer(request_id, tokens, sent_at, timed_tokens[0][1])
+
+
+async def complete_whole(
+    session: aiohttp.ClientSession,
+    engine: Engine,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    request_id: str,
+    kv_transfer_params: Mapping[str, object] | None = None,
+) -> tuple[tuple[int, ...], dict[str, object] | None]:
+    """One greedy completion in one piece: its tokens, and the ``kv_transfer_params`` that vLLM 0.32 does not stream.
+
+    Raises ``RequestFailedError``.
+    """
+    body = _body(prompt, max_tokens, kv_transfer_params)
+    async with _post(session, engine, body, request_id) as response:
+        answer = await response.json()
+    return tuple(answer["choices"][0]["token_ids"]), answer.get("kv_transfer_params")
 
 
 async def complete_disaggregated(
@@ -107,14 +114,38 @@ async def complete_disaggregated(
     return answer
 
 
+def _body(prompt: Sequence[int], max_tokens: int, kv_transfer_params: Mapping[str, object] | None) -> dict[str, object]:
+    body: dict[str, object] = {
+        "model": SERVED_NAME,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    return body if kv_transfer_params is None else {**body, "kv_transfer_params": dict(kv_transfer_params)}
+
+
+@asynccontextmanager
+async def _post(
+    session: aiohttp.ClientSession, engine: Engine, body: Mapping[str, object], request_id: str
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The engine's answer. Raises ``RequestFailedError`` for an error, also while the answer is read."""
+    url, headers = f"{engine.url}/v1/completions", {"X-Request-Id": request_id}
+    try:
+        async with session.post(url, json=body, headers=headers, timeout=TIMEOUT) as response:
+            if response.status != 200:
+                raise RequestFailedError(f"{engine.name} answered {response.status}: {(await response.text())[:500]}")
+            yield response
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise RequestFailedError(f"{engine.name}, request {request_id}: {type(error).__name__} {error}") from error
+
+
 async def _stream(
     session: aiohttp.ClientSession, engine: Engine, body: Mapping[str, object], request_id: str
 ) -> AsyncIterator[tuple[int, float]]:
     """Each token id with the time when it arrived."""
-    url = f"{engine.url}/v1/completions"
-    async with session.post(url, json=body, headers={"X-Request-Id": request_id}, timeout=TIMEOUT) as response:
-        if response.status != 200:
-            raise RequestFailedError(f"{engine.name} answered {response.status}: {(await response.text())[:500]}")
+    async with _post(session, engine, body, request_id) as response:
         async for line in response.content:
             arrived_at = time.perf_counter()
             for token in _tokens_of(engine.name, line):

@@ -31,7 +31,8 @@ COLOURS = {"auto": "#b0127b", "layer": "#d9541e", "chunk": "#f2b134", "request":
 MARKERS = "os^vD"
 AS_INSTALLED = "as installed"
 BAND = (10, 90)
-BAR = 0.38
+BARS = 0.76
+"""The width of all bars of one place."""
 DIGITS = 6
 """Digits of a slope after the point: a sum of floating-point numbers that should be 0 is shown as 0."""
 TIMELINES = {"auto": "layerpush", "request": "the same prompt, written after prefill"}
@@ -187,22 +188,29 @@ def after_death(path: Path) -> None:
     samples = [each for each in _result("kept.json")["samples"] if each["first_token_s"] is not None]
     percents = list(dict.fromkeys(each["percent"] for each in samples))
     with _figure(1, 1, path, "First token after P's death") as ((panel,),):
-        for index, (mode, what) in enumerate({NOTHING: "D keeps nothing", KEPT: "D keeps what has landed"}.items()):
-            found = [
+        found = {
+            what: [
                 [each["first_token_s"] for each in samples if (each["mode"], each["percent"]) == (mode, percent)]
                 for percent in percents
             ]
-            where = [place + (index - 0.5) * BAR for place in range(len(percents))]
-            heights = [float(np.median(each)) for each in found]
-            bars = panel.bar(where, heights, BAR, label=what, color=COLOURS["request" if mode == NOTHING else "auto"])
-            panel.bar_label(bars, fmt="%.1f s", label_type="center", color="white", fontsize="small")
-            for place, each in zip(where, found, strict=True):
-                panel.plot([place] * len(each), each, "o", color="black", ms=2)
-        panel.set_xticks(range(len(percents)), [f"{percent} %" for percent in percents])
+            for mode, what in {NOTHING: "D keeps nothing", KEPT: "D keeps what has landed"}.items()
+        }
+        _bars(panel, [f"{percent} %" for percent in percents], found, "%.1f s")
         panel.set(xlabel="computed before P's death", ylabel="seconds")
-        panel.spines[["top", "right"]].set_visible(False)
         panel.margins(y=0.25)
-        panel.legend(fontsize="small", loc="upper right")
+
+
+def verified(path: Path) -> None:
+    """The price of checksums: a panel for each time, a bar for each mode."""
+    cells = _result("verify.json")["cells"]
+    times = {"writer_s": "processor time of P's writer", "handed_over_s": "hand-over"}
+    with _figure(1, len(times), path, "Pushes with checksums") as grid:
+        for panel, (name, what) in zip(grid[0], times.items(), strict=True):
+            modes = {mode: [[1e3 * each for each in cell["modes"][mode]["raw"][name]] for cell in cells]
+                     for mode in ("auto", "verify-0.01", "verify-1")}  # fmt: skip
+            _bars(panel, [f"{cell['tokens']}" for cell in cells], modes, "%.0f")
+            panel.set(xlabel="prompt tokens", ylabel="milliseconds")
+            panel.set_title(what, loc="left", fontsize="medium")
 
 
 def fleet_load(path: Path) -> None:
@@ -250,6 +258,7 @@ PICTURES: Mapping[Path, Callable[[Path], None]] = {
     ROOT / "docs/exposed-by-length.svg": exposed,
     ROOT / "docs/growth.svg": growing,
     ROOT / "docs/kept.svg": after_death,
+    ROOT / "docs/verify.svg": verified,
     ROOT / "docs/fleet-load.svg": fleet_load,
     ROOT / "docs/fleet-incast.svg": fleet_incast,
     ROOT / "docs/fleet-restart.svg": fleet_restart,
@@ -294,6 +303,21 @@ def _line(panel: Any, line: Line) -> None:
     heights = [factor * (line.intercept + line.slope * end) for end in ends]
     slope = round(factor * line.slope, DIGITS) + 0.0  # no -0
     panel.plot(ends, heights, color=colour, lw=1.4, label=f"{line.mode} {slope:+.2g}{unit}")
+
+
+def _bars(panel: Any, places: Sequence[str], series: Mapping[str, Sequence[Sequence[float]]], fmt: str) -> None:
+    """Medians as bars, a group for each place, with the samples as points."""
+    width, colours = BARS / len(series), ("request", "auto", "layer")
+    for index, (label, found) in enumerate(series.items()):
+        where = [place + (index - (len(series) - 1) / 2) * width for place in range(len(places))]
+        heights = [float(np.median(each)) for each in found]
+        bars = panel.bar(where, heights, width, label=label, color=COLOURS[colours[index]])
+        panel.bar_label(bars, fmt=fmt, label_type="center", color="white", fontsize="small")
+        for place, each in zip(where, found, strict=True):
+            panel.plot([place] * len(each), each, "o", color="black", ms=2)
+    panel.set_xticks(range(len(places)), places)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(fontsize="small")
 
 
 def _by_mode(panel: Any, cells: Sequence[Mapping[str, Any]], what: str, label: str) -> None:

@@ -165,7 +165,8 @@ def test_the_meter_reports_missing_observations() -> None:
 
 
 def first_tokens(prefill: int, late: int) -> str:
-    samples = [f'{FIRST_TOKENS}_total{{origin="{o}"}} {n}\n' for o, n in (("prefill", prefill), ("late", late))]
+    counts = {"prefill": prefill, "late": late}
+    samples = [f'{FIRST_TOKENS}_total{{engine="0",origin="{origin}"}} {n}\n' for origin, n in counts.items()]
     return f"# TYPE {FIRST_TOKENS}_total counter\n{''.join(samples)}"
 
 
