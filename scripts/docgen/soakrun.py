@@ -47,16 +47,11 @@ def summary(result: Result) -> str:
     return (
         f"{result['minutes']:g} minutes, {sum(result['requests'].values()):,} requests, "
         f"{sum(fault['injected'] for fault in faults):,} faults of {len(faults)} kinds; the tokens of "
-        f"{compared['tokens']:,} answers and {cells} compared{_verified(result)}: "
+        f"{compared['tokens']:,} answers and {cells} compared; D verified {result['verified_parts']:,} parts of KV: "
+        f"{result['verify_mismatches']} loads differed; P loaded {result['returned_turns']:,} turns from D: "
         f"{result['mismatches']} mismatches, {result['leaks']} leaks, {result['hangs']} hangs, "
         f"{result['engines_that_died_by_themselves']} engines that died by themselves. {measured}"
     )
-
-
-def _verified(result: Result) -> str:
-    parts, differing = result.get("verified_parts"), result.get("verify_mismatches")
-    verified = "" if parts is None else f"; D verified {parts:,} parts of KV: {differing} loads differed"
-    return verified + ("" if (turns := result.get("returned_turns")) is None else f"; P loaded {turns:,} turns from D")
 
 
 def _count(value: int | None) -> str:
