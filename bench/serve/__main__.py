@@ -13,8 +13,8 @@ from bench import OUTPUT
 from bench.command import console, names, numbers
 from bench.serve.command import run_command
 from bench.serve.engine_options import DEFAULT_SHAPE, EngineOptions, ShapeName
-from bench.serve.lineup import DEFAULT_STEP_TOKENS
-from bench.serve.plan import AGGREGATED, COMPARE, LOOPBACK, MODES, Compare, Load, Plan, Setup
+from bench.serve.lineup import DEFAULT_STEP_TOKENS, MOONCAKE_PACKAGES
+from bench.serve.plan import AGGREGATED, COMPARE, LOOPBACK, MODES, MOONCAKE, Compare, Load, Plan, Setup
 
 LENGTHS, QUICK_LENGTHS = "1024,2048,4096", "1024"
 ROUNDS, QUICK_ROUNDS = 5, 3
@@ -30,9 +30,10 @@ def main(
     modes: Annotated[
         str,
         typer.Option(
-            help="; ".join(f"{mode}: {what}" for mode, what in MODES.items()) + ". aggregated is always measured."
+            help="; ".join(f"{mode}: {what}" for mode, what in MODES.items())
+            + f". aggregated is always measured. Default: all but {MOONCAKE}."
         ),
-    ] = ",".join(MODES),
+    ] = ",".join(mode for mode in MODES if mode != MOONCAKE),
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -130,6 +131,8 @@ def main(
     try:
         if shape and model:
             raise ValueError(f"--shape {shape}: --model names another model")
+        if MOONCAKE in names(modes, list(MODES)) and not MOONCAKE_PACKAGES.exists():
+            raise ValueError(f"--modes {MOONCAKE}: run scripts/mooncake first")
         options = EngineOptions(
             model,
             shape,

@@ -16,9 +16,9 @@ from bench.serve import page
 from bench.serve.background import BackgroundError
 from bench.serve.driver import Driver, DriverError
 from bench.serve.engine_options import EngineOptions
-from bench.serve.lineup import LAYERPUSH, Lineup
+from bench.serve.lineup import LAYERPUSH, MOONCAKE_PACKAGES, Lineup
 from bench.serve.measured import RequestsFailedError
-from bench.serve.plan import Plan, Setup
+from bench.serve.plan import MOONCAKE, Plan, Setup
 from bench.serve.results import AUTO, CellResult, by_cell, compared
 from bench.serve.run import Run, WrongAnswersError
 from bench.serve.site import Site
@@ -43,7 +43,7 @@ def settings_of(plan: Plan, options: EngineOptions) -> dict[str, Any]:
 def run_command(console: Console, plan: Plan, options: EngineOptions, out: Path | None, keep_logs: Path | None) -> int:
     """Measure, show, write to ``out``. Returns the exit status. Main thread only: it installs signal handlers."""
     began = time.monotonic()
-    about = provenance(plan.seed, PACKAGES)
+    about = provenance(plan.seed, PACKAGES, MOONCAKE_PACKAGES if MOONCAKE in plan.modes else None)
 
     def say(line: str) -> None:
         console.print(line, markup=False)

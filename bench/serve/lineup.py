@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench import ROOT
 from bench.demo.cluster import (
     BLOCK_SIZE,
     FAULTY_CONNECTOR,
@@ -16,15 +17,20 @@ from bench.demo.cluster import (
 from bench.demo.cluster import MODES as GRANULARITIES
 from bench.serve.background import TOKENS as BACKGROUND_TOKENS
 from bench.serve.engine_options import ROOM_TOKENS, EngineOptions, Model
-from bench.serve.plan import AGGREGATED, TOKEN, Plan
+from bench.serve.plan import AGGREGATED, MOONCAKE, TOKEN, Plan
 from bench.servers.engines import LOOPBACK, EngineSpec, Place, Role
 from layerpush.core.config import CONNECTOR_NAME
 
-STOCK = {"pull": "NixlConnector", "push": "NixlPushConnector"}
+STOCK = {"pull": "NixlConnector", "push": "NixlPushConnector", MOONCAKE: "MooncakeConnector"}
+MODULES = {MOONCAKE: "bench.serve.mooncake"}
+STOCK_SETTINGS: Mapping[str, Mapping[str, object]] = {MOONCAKE: {"mooncake_protocol": "tcp"}}
 LAYERPUSH = {**GRANULARITIES, TOKEN: GRANULARITIES["auto"]}
 """Settings of P in each of layerpush's modes."""
 CORRUPTED = "layer"
 LEAST_SEQUENCES = 8
+MOONCAKE_PACKAGES = ROOT / "build/mooncake"
+"""The folder that ``scripts/mooncake`` makes."""
+MOONCAKE_PROXY = (sys.executable, "-m", "bench.serve.mooncake_proxy")
 
 
 @dataclass(frozen=True)
@@ -56,10 +62,10 @@ class Lineup:
         """P of a mode. For ``aggregated``: the one engine."""
         if mode == AGGREGATED:
             return self._spec(mode, "plain")
-        connector, module = STOCK.get(mode, CONNECTOR_NAME), None
+        connector, module = STOCK.get(mode, CONNECTOR_NAME), MODULES.get(mode)
         if self.options.corrupt and mode == CORRUPTED:
             connector, module = FAULTY_CONNECTOR, FAULTY_MODULE
-        config = dict(LAYERPUSH.get(mode, {}))
+        config = dict(LAYERPUSH.get(mode) or STOCK_SETTINGS.get(mode, {}))
         if mode in LAYERPUSH:
             config["trace_dir"] = str(self.trace_dir(mode))
         return self._spec(f"{mode}-prefill", "prefill", connector, module, config, self.prefill_place)
@@ -69,14 +75,19 @@ class Lineup:
         if mode == AGGREGATED:
             return None
         if mode in STOCK:
-            return self._spec(f"{mode}-decode", "decode", STOCK[mode], None, {}, self.decode_place)
+            config = STOCK_SETTINGS.get(mode, {})
+            return self._spec(f"{mode}-decode", "decode", STOCK[mode], MODULES.get(mode), config, self.decode_place)
         config = {"trace_dir": str(self.decode_trace_dir(mode)), "first_token": first_token_of(mode)}
         name = "token-decode" if mode == TOKEN else "layerpush-decode"
         return self._spec(name, "decode", CONNECTOR_NAME, None, config, self.decode_place)
 
-    def proxy(self, mode: str, prefill: str, decode: str) -> ProxySpec:
-        """The proxy of a mode, in front of the engines at these URLs."""
-        return ProxySpec(f"{mode}-proxy", "plain", self.model.path, prefill=prefill, decode=decode)
+    def proxy(self, mode: str, prefill: str, decode: str, side_channel_port: int) -> ProxySpec:
+        """The proxy of a mode, in front of the engines at these URLs. ``side_channel_port`` is P's."""
+        spec = ProxySpec(f"{mode}-proxy", "plain", self.model.path, prefill=prefill, decode=decode)
+        if mode != MOONCAKE:
+            return spec
+        bootstrap = f"http://{self.prefill_place.host}:{side_channel_port}"
+        return replace(spec, server=(*MOONCAKE_PROXY, self.prefill(mode).name, bootstrap))
 
     def trace_dir(self, mode: str) -> Path:
         """The ``trace_dir`` of P in a mode."""

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-AGGREGATED, TOKEN = "aggregated", "token"
+AGGREGATED, MOONCAKE, TOKEN = "aggregated", "mooncake", "token"
 MODES = {
     AGGREGATED: "one engine that does everything, no transfer",
     "pull": "stock NixlConnector: D reads after P has answered",
     "push": "stock NixlPushConnector: P writes the whole request after prefill",
+    MOONCAKE: "stock MooncakeConnector over TCP: as push, by Mooncake's transfer engine; run scripts/mooncake first",
     "request": "layerpush with layerwise: false; in this and the next three modes D computes the first token",
     "chunk": "layerpush with granularity: chunk",
     "layer": "layerpush with granularity: layer",

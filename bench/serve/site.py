@@ -107,7 +107,7 @@ class Site:
                     targets[mode] = Target(mode, prefill.url, prefill.url, prefill.url)
                     continue
                 decode = engines[decode_spec.name]
-                proxies[mode] = group.start(lineup.proxy(mode, prefill.url, decode.url))
+                proxies[mode] = group.start(lineup.proxy(mode, prefill.url, decode.url, prefill.side_channel_port))
                 servers[mode] = [prefill, decode, proxies[mode]]
                 targets[mode] = Target(
                     mode,

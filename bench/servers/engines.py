@@ -130,6 +130,7 @@ class EngineSpec:
             "UCX_TLS": "tcp,self",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_HOST_IP": self.place.host,
+            "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(side_channel_port),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": self.place.host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
             "VLLM_NO_USAGE_STATS": "1",

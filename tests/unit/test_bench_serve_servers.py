@@ -32,10 +32,11 @@ def lineup(
 
 def test_layerpush_modes_share_one_d_and_stock_modes_have_their_own() -> None:
     names = [spec.name for spec in lineup().engines(EVERY)]
-    assert len(names) == len(set(names)) == 12
+    assert len(names) == len(set(names)) == 14
     assert [name for name in names if name.endswith("decode")] == [
         "pull-decode",
         "push-decode",
+        "mooncake-decode",
         "layerpush-decode",
         "token-decode",
     ]
@@ -98,14 +99,25 @@ def test_engines_get_their_arguments_environment_and_place() -> None:
     assert many.prefill("layer").command(1)[-4:] == ["--max-num-seqs", "12", "--max-num-seqs", "99"]
     assert lineup(Load(8, background=4)).prefill("layer").command(1)[-2:] == ["--max-num-seqs", "12"]
     assert spec.environment(5600)["UCX_TLS"] == "cuda_ipc"
-    assert this.prefill(AGGREGATED).place == this.proxy("layer", "http://p", "http://d").place == Place()
+    assert this.prefill(AGGREGATED).place == this.proxy("layer", "http://p", "http://d", 5600).place == Place()
 
 
 def test_each_mode_has_a_proxy() -> None:
     for mode in EVERY[1:]:
-        command = lineup().proxy(mode, "http://p:1", "http://d:2").command(18101)
+        command = lineup().proxy(mode, "http://p:1", "http://d:2", 5600).command(18101)
         assert command[command.index("--prefill") + 1] == "http://p:1"
         assert command[command.index("--decode") + 1] == "http://d:2"
+
+
+def test_the_proxy_of_mooncake_knows_p_which_has_a_bootstrap_server() -> None:
+    this = lineup(place=Place(host="10.76.0.1"))
+    p = this.prefill("mooncake")
+    command = this.proxy("mooncake", "http://p:1", "http://d:2", 5600).command(18101)
+    assert command[2:5] == ["bench.serve.mooncake_proxy", p.name, "http://10.76.0.1:5600"]
+    assert p.environment(5600)["VLLM_MOONCAKE_BOOTSTRAP_PORT"] == "5600"
+    assert (config := p.transfer_config())
+    assert (config["kv_connector"], config["kv_connector_module_path"]) == ("MooncakeConnector", "bench.serve.mooncake")
+    assert config["kv_connector_extra_config"] == {"mooncake_protocol": "tcp"}
 
 
 def test_a_model_of_the_user_is_read_from_its_directory(tmp_path: Path) -> None:
