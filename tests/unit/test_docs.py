@@ -65,7 +65,9 @@ def test_the_pictures_are_up_to_date(path: Path) -> None:
 def test_a_version_missing_from_its_file_is_an_error(tmp_path: Path, name: str, old: str) -> None:
     files = {each: (ROOT / each).read_text() for each in ("pyproject.toml", *map(str, versions.LOCKS))}
     files[str(versions.SOAK)] = '{"versions": {"python": "3.11.7"}}'
-    files[str(versions.GPU)] = '{"versions": {"vllm": "1", "torch": "2"}, "machine": {"gpus": [{"name": "One"}]}}'
+    files[str(versions.GPU)] = (
+        '{"versions": {"vllm": "1", "torch": "2", "python": "3"}, "machine": {"gpus": [{"name": "One"}]}}'
+    )
     for each, text in files.items():
         (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / each).write_text(text)

@@ -7,6 +7,7 @@ import configparser
 import email
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -511,17 +512,22 @@ def test_lock_satisfies_the_project(group: str) -> None:
 
 
 def test_setup_names_pytorchs_index_if_the_cpu_build_is_missing(tmp_path: Path) -> None:
+    """With a constraint, pip itself says that torch is in conflict with it."""
     for folder in ("scripts", "requirements"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     for name in ("pyproject.toml", "Makefile"):
         shutil.copy(ROOT / name, tmp_path)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+    (tmp_path / "constraints.txt").write_text("torch<9")
     environment |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHON": sys.executable}
+    environment["PIP_CONSTRAINT"] = str(tmp_path / "constraints.txt")
     done = subprocess.run(
         ["scripts/setup"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 1, done.stderr
+    assert f"does not have PyTorch's CPU build for Python {platform.python_version()}" in done.stderr
     assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup" in done.stderr
+    assert "conflict" not in done.stderr
     assert not (tmp_path / ".venv/.layerpush-ready").exists()
 
 
