@@ -149,19 +149,42 @@ def test_the_summary_is_a_table(tmp_path: Path) -> None:
     assert lines[0] == "2 requests: 1 completed, 1 failed"
     assert lines[1] == "P rank 0: 4 records were dropped (p.jsonl)"
     at = lines.index("the slowest 2, in milliseconds:")
-    heads = "request tokens pushed verified outcome total hand-over"
-    heads += " queue prefill exposed notification D wait schedule first step other"
-    assert lines[at + 1].split() == heads.split()
-    values = ["10000.0", "6000.0", "1000.0", "3000.0", "500.0", "1000.0", "2250.0", "250.0", "2000.0", "-"]
-    assert lines[at + 2].split() == ["cmpl-a-0", "99", "layer", "24", "completed", *values]
-    assert lines[at + 3].split() == ["cmpl-b-0", "0", "?", "0", "failed", "3.4", *"-----", "1.4", "-", "-", "2.0"]
-    assert lines[at + 4].split()[:5] == ["median", "of", "all", "5001.7", "6000.0"]
-    assert {len(line) for line in lines[at + 1 : at + 4]} == {len(lines[at + 1])}, "columns are aligned"
-    assert (
-        "their time: prefill 30%, D wait 23%, first step 20%, queue 10%, notification 10%, exposed 5%, schedule 2%"
-        in lines
-    )
+    assert lines[at + 1].split() == ["request", "tokens", "pushed", "verified", "outcome", "total", "hand-over"]
+    assert lines[at + 2].split() == ["1", "cmpl-a-0", "99", "layer", "24", "completed", "10000", "6000.0"]
+    assert lines[at + 3].split() == ["2", "cmpl-b-0", "0", "?", "0", "failed", "3.4", "-"]
+    assert lines[at + 4].split() == ["median", "of", "all", "5001.7", "6000.0"]
+    assert {len(line) for line in lines[at + 1 : at + 5]} == {len(lines[at + 1])}, "columns are aligned"
+    at = lines.index("the parts of their totals:")
+    assert lines[at + 1].split() == ["D", "first"]
+    assert lines[at + 2].split() == ["queue", "prefill", "exposed", "notification", "wait", "schedule", "step", "other"]
+    parts = ["1000.0", "3000.0", "500.0", "1000.0", "2250.0", "250.0", "2000.0", "-"]
+    assert lines[at + 3].split() == ["1", *parts]
+    assert lines[at + 4].split() == ["2", *"----", "1.4", "-", "-", "2.0"]
+    assert lines[at + 5].split()[:3] == ["median", "1000.0", "3000.0"]
+    assert len({len(line) for line in lines[at + 2 : at + 5]}) == 1
+    at = lines.index("their time: prefill 30%, D wait 23%, first step 20%, queue 10%, notification")
+    assert lines[at + 1] == "  10%, exposed 5%, schedule 2%"
     assert lines[-1] == "cmpl-b-0 failed: P is gone"
+
+
+def test_the_summary_fits_a_terminal_with_the_ids_of_a_router(tmp_path: Path) -> None:
+    """vLLM's router makes ids of 99 characters, which begin with the addresses of P and D."""
+    hosts, unique = "___prefill_addr_127.0.0.1:8100___decode_addr_127.0.0.1:8200_", "0123456789abcdef" * 2
+    names = [f"{hosts}{unique[:-2]}{number:02}" for number in range(12)]
+    slow = {field: 99.0 * at for field, at in LOAD.items()}
+    loads = [load(name, **slow) for name in names]
+    write(tmp_path / "d.jsonl", process("D" * 50, "x"), *loads)
+    tokens = [first_token(name, **{field: 99.0 * at for field, at in TOKEN.items()}) for name in names]
+    write(tmp_path / "s.jsonl", process("D", "x", rank=SCHEDULER_RANK), *tokens)
+    pushes = [push(name, tokens=131072, **{field: 99.0 * at for field, at in PUSH.items()}) for name in names]
+    write(tmp_path / "p.jsonl", process("P", "y"), *pushes)
+    traces = read_traces([tmp_path])
+    assert len(traces.requests[0].name) == 99
+    lines = summary_text(traces, 12).splitlines()
+    assert max(map(len, lines)) <= 80
+    at = lines.index("the slowest 12, in milliseconds:")
+    shown = [line.split()[1] for line in lines[at + 2 : at + 14]]
+    assert [traces.find(one).name for one in shown] == [one.request.name for one in slowest(traces.requests, 12)]
 
 
 def test_the_summary_is_available_as_data(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from layerpush.apps.cli import app
-from layerpush.apps.tracing.picture import PictureError, draw_request
+from layerpush.apps.tracing.picture import DPI, PictureError, draw_request
 from layerpush.apps.tracing.requests import RequestTrace
 from layerpush.telemetry.trace_records import WriteRecord
 from tests.unit.trace_hosts import TwoHosts, first_token, load, process, push, write
@@ -99,6 +99,26 @@ def test_plot_draws_failed_requests_and_whole_pushes(tmp_path: Path) -> None:
     assert text.startswith("<?xml")
     assert "whole because asked for" in _titles(text)
     assert "D: parked blocks" in _titles(text)
+
+
+@pytest.mark.parametrize("length", [99, 1008])
+def test_a_title_with_a_long_id_fits_the_picture(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    plain, edges = Figure.savefig, list[tuple[float, float]]()
+
+    def savefig(self: Any, *args: Any, **options: Any) -> None:
+        plain(self, *args, **options)
+        edges.append((self._suptitle.get_window_extent().x1, DPI * self.get_figwidth()))
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    slow = {"t_first_planned": 20.0, "t_last_ready": 50.0, "t_last_landed": 55.0}
+    loaded = load(t_settled=65.0, t_reported=85.0)
+    token = first_token(t_all_reported=87.5, t_scheduled=90.0, t_first_token=110.0)
+    request = RequestTrace("m" * length, [push(tokens=131072, **slow)], [loaded], [token])
+    draw_request(request, tmp_path / "one.png")
+    ((title, figure),) = edges
+    assert title < figure
 
 
 def test_plot_draws_the_scheduler_below_the_ranks(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from layerpush.apps.tracing.breakdown import PARTS, break_down
 from layerpush.apps.tracing.intervals import compute_intervals, phases, token_phases
-from layerpush.apps.tracing.requests import RequestTrace
+from layerpush.apps.tracing.requests import RequestTrace, shortened
 from layerpush.core.push_mode import PushMode
 from layerpush.telemetry.trace_records import FirstTokenRecord, LoadRecord, PushRecord
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_RANKS = 8
+NAME = 99
+"""Characters of a request's id for which the picture has room."""
 DPI = 110
 COMPUTE_COLOURS = ("#9bb8d3", "#5b87b2")
 WRITE_COLOUR = "#d9541e"
@@ -64,7 +66,7 @@ def draw_request(request: RequestTrace, path: Path) -> None:
             fallback = f", whole because {push.fallback}" if push.fallback else ""
             facts = f"{push.mode}, {len(push.writes)} WRITEs, {push.outcome}{fallback}"
             axes.set_title(f"P: {push.engine_id} rank {push.rank}, {facts}", loc="left", fontsize="medium")
-        panels[0].figure.suptitle(_title(request), x=0.01, ha="left")
+        panels[0].figure.suptitle(_title(request), x=0.01, ha="left", fontsize="medium")
         panels[-1].set_xlabel("milliseconds since the request began")
 
 
@@ -114,8 +116,8 @@ def panel_grid(
 def _title(request: RequestTrace) -> str:
     parts = break_down(request)
     known = [f"{name} {1e3 * part:.1f}" for name in PARTS if (part := parts.parts[name]) is not None]
-    text = f"{request.name}: {request.tokens} tokens, {request.outcome}, {1e3 * parts.total:.1f} ms"
-    return f"{text} ({', '.join(known)})" if known else text
+    facts = f"{request.tokens} tokens, {request.outcome}, {1e3 * parts.total:.1f} ms"
+    return f"{shortened(request.name, NAME)}\n{facts}" + (f" ({', '.join(known)})" if known else "")
 
 
 def _draw_decode(axes: Axes, loads: list[LoadRecord], tokens: list[FirstTokenRecord], zero: float) -> None:

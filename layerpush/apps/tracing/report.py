@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from layerpush.apps.tracing.breakdown import OTHER, PARTS, Breakdown, break_down, medians, shares, slowest
 from layerpush.apps.tracing.clocks import Offset
-from layerpush.apps.tracing.requests import TraceSet
+from layerpush.apps.tracing.requests import TraceSet, shortened
 
 NOTHING = "-"
+WIDTH, GAP = 80, "  "
 ALIGNED_BY = {
     "handshake": "measured by the handshake",
     "messages": "from the order of messages",
@@ -46,21 +48,31 @@ def _clock_note(traces: TraceSet, clock: str, offset: Offset) -> str:
 
 
 def summary_text(traces: TraceSet, count: int) -> str:
-    """Lines for a terminal; times in milliseconds."""
+    """Lines for a terminal of ``WIDTH`` columns; times in milliseconds. Reasons of failures may be longer."""
     breakdowns = slowest(traces.requests, count)
     outcomes = Counter(request.outcome for request in traces.requests)
     counted = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common())
-    lines = [f"{len(traces.requests)} requests: {counted}", *notes(traces), ""]
-    rows = [["request", "tokens", "pushed", "verified", "outcome", "total", "hand-over", *PARTS, OTHER]]
-    rows += [_row(one) for one in breakdowns]
-    all_of_them = medians([break_down(request) for request in traces.requests])
-    rows.append(["median of all", "", "", "", "", *map(_ms, all_of_them.values()), ""])
-    lines += [f"the slowest {len(breakdowns)}, in milliseconds:", *_aligned(rows), ""]
+    lines = [*_filled(f"{len(traces.requests)} requests: {counted}")]
+    lines += [line for note in notes(traces) for line in _filled(note)]
+    total, hand_over, *parts = map(_ms, medians([break_down(request) for request in traces.requests]).values())
+    named = [["", "request", "tokens", "pushed", "verified", "outcome", "total", "hand-over"]]
+    named += [[str(number), *_facts(one)] for number, one in enumerate(breakdowns, 1)]
+    named.append(["", "median of all", "", "", "", "", total, hand_over])
+    room = WIDTH - sum(len(GAP) + max(map(len, column)) for column in list(zip(*named, strict=True))[2:])
+    room -= len(GAP) + len(str(count))
+    for row in named:
+        row[1] = shortened(row[1], room)
+    lines += ["", f"the slowest {len(breakdowns)}, in milliseconds:", *_aligned(named, left=2), ""]
+    heads = [name.rpartition(" ") for name in (*PARTS, OTHER)]
+    rows = [["", *(upper for upper, _, _ in heads)], ["", *(lower for _, _, lower in heads)]]
+    rows += [[str(number), *_times(one)] for number, one in enumerate(breakdowns, 1)]
+    rows.append(["median", *parts, ""])
+    lines += ["the parts of their totals:", *_aligned(rows, left=1), ""]
     largest = sorted(shares(breakdowns).items(), key=lambda entry: -entry[1])
-    lines.append("their time: " + ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= 0.005))
-    lines += [f"  {name}: {meaning}" for name, meaning in PARTS.items()]
+    lines += _filled("their time: " + ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= 0.005))
+    lines += [line for name, meaning in PARTS.items() for line in _filled(f"  {name}: {meaning}")]
     failed = [one.request for one in breakdowns if one.request.outcome != "completed"]
-    lines += [f"{request.name} {request.outcome}: {request.reason or 'no reason given'}" for request in failed]
+    lines += [f"{shortened(one.name, room)} {one.outcome}: {one.reason or 'no reason given'}" for one in failed]
     return "\n".join(lines)
 
 
@@ -92,30 +104,32 @@ def summary_data(traces: TraceSet, count: int) -> dict[str, Any]:
     }
 
 
-def _row(one: Breakdown) -> list[str]:
+def _facts(one: Breakdown) -> list[str]:
     request = one.request
-    parts = [_ms(one.parts[name]) for name in PARTS]
-    other = _ms(one.other) if one.other > 5e-7 else NOTHING
-    return [
-        request.name,
-        str(request.tokens),
-        request.mode,
-        str(request.verified_parts),
-        request.outcome,
-        _ms(one.total),
-        _ms(one.hand_over),
-        *parts,
-        other,
-    ]
+    facts = [request.name, str(request.tokens), request.mode, str(request.verified_parts), request.outcome]
+    return [*facts, _ms(one.total), _ms(one.hand_over)]
+
+
+def _times(one: Breakdown) -> list[str]:
+    return [*(_ms(one.parts[name]) for name in PARTS), _ms(one.other) if one.other > 5e-7 else NOTHING]
 
 
 def _ms(seconds: float | None) -> str:
-    return NOTHING if seconds is None else f"{1e3 * seconds:.1f}"
+    """Without a decimal from ten seconds on: the columns are narrow."""
+    return NOTHING if seconds is None else f"{1e3 * seconds:.{0 if seconds >= 10 else 1}f}"
 
 
-def _aligned(rows: list[list[str]]) -> Iterable[str]:
-    """The first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+def _aligned(rows: list[list[str]], left: int) -> Iterator[str]:
+    """The first ``left`` columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join([first.strip().ljust(widths[0]), *rest]).rstrip()
+        cells = [
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield GAP.join(cells).rstrip()
+
+
+def _filled(text: str) -> list[str]:
+    indent = " " * (2 + len(text) - len(text.lstrip()))
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -14,6 +14,8 @@ from layerpush.apps.tracing.clocks import Clocks, find_clocks
 from layerpush.apps.tracing.folder import Source, read_folders
 from layerpush.telemetry.trace_records import FirstTokenRecord, LoadRecord, PushRecord, Record
 
+SHORTENED = "…"
+
 
 class RequestError(ValueError):
     """No request matches, or more than one does. The text names some requests."""
@@ -74,9 +76,12 @@ class TraceSet:
     clocks: Clocks
 
     def find(self, wanted: str) -> RequestTrace:
-        """The request with this id, or the only one whose id contains it. Raises ``RequestError``."""
+        """The request with this id, or the only one whose id contains it, or has it when ``shortened``.
+
+        Raises ``RequestError``.
+        """
         exact = [request for request in self.requests if wanted in request.ids]
-        found = exact or [request for request in self.requests if any(wanted in one for one in request.ids)]
+        found = exact or [request for request in self.requests if any(_has(one, wanted) for one in request.ids)]
         if len(found) == 1:
             return found[0]
         some = ", ".join(request.name for request in (found or self.requests)[:5])
@@ -147,6 +152,21 @@ def times(record: Struct) -> Iterator[tuple[str, float]]:
 @cache
 def _time_fields(kind: type[Struct]) -> tuple[str, ...]:
     return tuple(name for name in kind.__struct_fields__ if name.startswith("t_"))
+
+
+def shortened(request_id: str, width: int) -> str:
+    """The id in at most ``width`` characters, with a gap in its middle. Its end is longer than its begin: routers put
+    what an id shares with others in front.
+    """
+    if len(request_id) <= width:
+        return request_id
+    begin = (width - 1) // 3
+    return request_id[:begin] + SHORTENED + request_id[begin + 1 - width :]
+
+
+def _has(request_id: str, wanted: str) -> bool:
+    begin, gap, end = wanted.partition(SHORTENED)
+    return request_id.startswith(begin) and request_id.endswith(end) if gap else wanted in request_id
 
 
 def without_suffix(request_id: str) -> str:
