@@ -15,9 +15,11 @@ from typing import Any
 
 import typer
 
+from layerpush.apps.checks.transfer_config import connectors
 from layerpush.apps.cli import app as layerpush_app
-from layerpush.core.config import CONNECTOR_NAME, ConfigError, LayerPushConfig
+from layerpush.core.config import ConfigError, LayerPushConfig
 from layerpush.core.request_params import ParamsError, check_params
+from layerpush.core.transfer_config import check_levels
 from tests.docblocks import ROOT, Command
 
 Words = Sequence[str]
@@ -79,20 +81,11 @@ def check(command: Command) -> None:
 
 def check_transfer_config(config: Mapping[str, Any]) -> None:
     """The value of ``--kv-transfer-config``. Raises ``WrongCommandError``."""
-    extra = dict(config.get("kv_connector_extra_config", {}))
-    if config.get("kv_connector") == "MultiConnector":
-        for inner in extra["connectors"]:
-            check_transfer_config(inner)
-    elif config.get("kv_connector") != CONNECTOR_NAME:
-        raise WrongCommandError(f"kv_connector {config.get('kv_connector')!r}")
-    else:
-        try:
-            LayerPushConfig.from_extra_config(extra)
-        except ConfigError as error:
-            raise WrongCommandError(str(error)) from None
-    known = {"kv_connector", "kv_role", "engine_id", "kv_load_failure_policy", "kv_connector_extra_config"}
-    if unknown := config.keys() - known:
-        raise WrongCommandError(f"--kv-transfer-config: {', '.join(sorted(unknown))}")
+    try:
+        check_levels(config)
+        connectors(config)
+    except ConfigError as error:
+        raise WrongCommandError(str(error)) from None
 
 
 def _vllm(words: Words) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from layerpush import plugin
+from layerpush.apps.checks.finding import Finding, Result, fail, ok, warn
+from layerpush.apps.checks.side_channel import check_peer, check_port
+from layerpush.apps.checks.transfer_config import check_transfer_config
 from layerpush.compat import patches
 from layerpush.compat.vllm_sources import VllmSources
 from layerpush.core.config import CONNECTOR_NAME, ConfigError
@@ -29,6 +28,7 @@ SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES", "NIXL_UCX_SGL_ENABLE")
 """Variables of UCX, and of NIXL's UCX backend, that are shown."""
 EXTRAS = "in a checkout of layerpush: pip install '.[cuda]' on a GPU machine, '.[cpu]' elsewhere"
 PROBE_TIMEOUT_S = 60
+TRANSFER_CONFIG = "KV transfer config"
 
 # Runs in a process of its own, as the check of torch's companions does: a bad UCX setting may hang or kill it.
 _NIXL_PROBE = """
@@ -40,53 +40,33 @@ print(json.dumps({"version": version("nixl"), "plugins": sorted(agent.get_plugin
 """
 
 
-class Grade(enum.StrEnum):
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One check's result; `advice` is empty if no action is needed."""
-
-    check: str
-    verdict: Grade
-    found: str
-    advice: str = ""
-
-
-class Result(NamedTuple):
-    """The return value of a check: a finding without the check's name."""
-
-    verdict: Grade
-    found: str
-    advice: str = ""
-
-
-_ok, _warn, _fail = (partial(Result, verdict) for verdict in Grade)
-
-
-def examine() -> Iterator[Finding]:
+def examine(transfer_config: str | None = None, peer: tuple[str, int] | None = None) -> Iterator[Finding]:
     """Run all checks in turn. Takes 10 to 20 s, because the checks load vLLM and NIXL.
+
+    ``transfer_config`` is JSON, or ``@`` and a file's name. ``peer`` is a side channel's host and port.
 
     Never raises: an exception in a check counts as its failure.
     """
-    for name, check in CHECKS.items():
+    checks = dict(CHECKS)
+    if transfer_config is not None:  # the first one: it needs a second
+        checks = {TRANSFER_CONFIG: partial(check_transfer_config, transfer_config), **checks}
+    if peer is not None:
+        checks["peer"] = partial(check_peer, *peer, transfer_config)
+    for name, check in checks.items():
         try:
             result = check()
         except ModuleNotFoundError as error:
-            result = _fail(f"{error.name} is not installed", EXTRAS)
+            result = fail(f"{error.name} is not installed", EXTRAS)
         except Exception as error:  # noqa: BLE001  # any exception is a finding
-            result = _fail(f"{type(error).__name__}: {error}", "reinstall the package in the message")
+            result = fail(f"{type(error).__name__}: {error}", "reinstall the package in the message")
         yield Finding(name, *result)
 
 
 def check_python() -> Result:
     found = ".".join(map(str, sys.version_info[:3]))
     if PYTHON_VERSIONS[0] <= sys.version_info[:2] < PYTHON_VERSIONS[1]:
-        return _ok(found)
-    return _fail(found, f"use Python {_range(PYTHON_VERSIONS)}")
+        return ok(found)
+    return fail(found, f"use Python {_range(PYTHON_VERSIONS)}")
 
 
 def check_torch_companions() -> Result:
@@ -94,50 +74,50 @@ def check_torch_companions() -> Result:
     installed = [module for module in ("torchvision", "torchaudio", "torchcodec") if find_spec(module)]
     broken = [module for module in installed if _run_python(f"import torch, {module}").returncode != 0]
     if broken:
-        return _fail(
+        return fail(
             f"{', '.join(broken)} cannot be loaded beside torch {metadata.version('torch')}",
             f"not needed here: {sys.executable} -m pip uninstall {' '.join(broken)}",
         )
-    return _ok(f"{', '.join(installed)} can be loaded" if installed else "none installed, none needed")
+    return ok(f"{', '.join(installed)} can be loaded" if installed else "none installed, none needed")
 
 
 def check_vllm() -> Result:
     wanted = f"{EXTRAS} (vLLM {_range(VLLM_VERSIONS)})"
     if not find_spec("vllm"):
-        return _fail("not installed", wanted)
+        return fail("not installed", wanted)
     import vllm
 
     version = str(vllm.__version__)
     match = re.match(r"(\d+)\.(\d+)", version)
     if not match:
-        return _warn(version, f"cannot tell whether this is vLLM {_range(VLLM_VERSIONS)}")
+        return warn(version, f"cannot tell whether this is vLLM {_range(VLLM_VERSIONS)}")
     if not VLLM_VERSIONS[0] <= (int(match[1]), int(match[2])) < VLLM_VERSIONS[1]:
-        return _fail(version, wanted)
+        return fail(version, wanted)
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
-        return _ok(
+        return ok(
             f"{version}, without the `vllm` command's metadata",
             "instead of `vllm serve MODEL`: python -m vllm.entrypoints.openai.api_server --model MODEL",
         )
-    return _ok(version)
+    return ok(version)
 
 
 def check_plugin() -> Result:
     entries = [entry for entry in metadata.entry_points(group="vllm.general_plugins") if entry.name == "layerpush"]
     if not entries:
-        return _fail("no entry point", "install layerpush itself, in a checkout: pip install .")
+        return fail("no entry point", "install layerpush itself, in a checkout: pip install .")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "layerpush" not in allowed.split(","):
-        return _fail(f"VLLM_PLUGINS={allowed} excludes layerpush", "add layerpush to it, or unset it")
+        return fail(f"VLLM_PLUGINS={allowed} excludes layerpush", "add layerpush to it, or unset it")
     try:
         plugin.register()
     except (plugin.ConnectorNameError, ConfigError) as error:
-        return _fail(str(error), "every vLLM process stops with this message")
+        return fail(str(error), "every vLLM process stops with this message")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     cls = KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME)
-    return _ok(f'"kv_connector": "{CONNECTOR_NAME}" is {cls.__module__}.{cls.__qualname__}')
+    return ok(f'"kv_connector": "{CONNECTOR_NAME}" is {cls.__module__}.{cls.__qualname__}')
 
 
 def check_patches() -> Result:
@@ -145,9 +125,9 @@ def check_patches() -> Result:
     try:
         left_out = patches.left_out()
     except ConfigError as error:
-        return _fail(str(error), "every vLLM process stops with this message")
+        return fail(str(error), "every vLLM process stops with this message")
     if not find_spec("vllm"):
-        return _fail("vllm is not installed", EXTRAS)
+        return fail("vllm is not installed", EXTRAS)
     sources, lines, missing = VllmSources(), list[str](), list[str]()
     for patch in patches.PATCHES:
         lines.append(f"{patch.name} is {'off' if patch.name in left_out else 'on'}: {patch.reason}")
@@ -157,24 +137,25 @@ def check_patches() -> Result:
             missing += [] if found else [patch.name]
     found_text = "\n".join([f"{len(patches.PATCHES)} of vLLM", *lines])
     if missing:
-        return _warn(found_text, f"without {', '.join(dict.fromkeys(missing))}: see docs/compatibility.md")
-    return (
-        _warn(found_text, f"unset {patches.VARIABLE}, if nothing is wrong with them") if left_out else _ok(found_text)
-    )
+        return warn(found_text, f"without {', '.join(dict.fromkeys(missing))}: see docs/compatibility.md")
+    return warn(found_text, f"unset {patches.VARIABLE}, if nothing is wrong with them") if left_out else ok(found_text)
 
 
 def check_nixl() -> Result:
     wanted = f"pip install 'nixl>={NIXL_FROM[0]}.{NIXL_FROM[1]}'"
     if not find_spec("nixl"):
-        return _fail("not installed", wanted)
+        return fail("not installed", wanted)
     try:
         probe = _run_python(_NIXL_PROBE)
     except subprocess.TimeoutExpired:
-        return _fail(f"no agent after {PROBE_TIMEOUT_S} s", "unset UCX_TLS and UCX_NET_DEVICES and try again")
+        return fail(f"no agent after {PROBE_TIMEOUT_S} s", "unset UCX_TLS and UCX_NET_DEVICES and try again")
     if probe.returncode != 0:
         last = (probe.stderr.strip() or "no message").splitlines()[-1]
+        if (folder := os.environ.get("NIXL_PLUGIN_DIR")) is not None:
+            advice = f"unset NIXL_PLUGIN_DIR={folder}, or name the folder with NIXL's plugins in it"
+            return fail(f"cannot create an agent: {last}", advice)
         set_here = " and ".join(_ucx_settings())
-        return _fail(
+        return fail(
             f"cannot create an agent: {last}",
             f"check {set_here}: UCX must offer the transports and devices in them"
             if set_here
@@ -182,11 +163,13 @@ def check_nixl() -> Result:
         )
     answer = json.loads(probe.stdout.strip().splitlines()[-1])
     if "UCX" not in answer["plugins"]:
-        return _fail(f"{answer['version']} without its UCX plugin", "unset NIXL_PLUGIN_DIR, or reinstall nixl")
+        return fail(f"{answer['version']} without its UCX plugin", "unset NIXL_PLUGIN_DIR, or reinstall nixl")
     match = re.match(r"(\d+)\.(\d+)", answer["version"])
     if match is None or (int(match[1]), int(match[2])) < NIXL_FROM:
-        return _fail(answer["version"], wanted)
-    return _ok(f"{answer['version']}, created an agent with UCX")
+        return fail(answer["version"], wanted)
+    found = f"{answer['version']}, created an agent with UCX"
+    unused = re.findall(r"unused environment variables?: ([^\n]+)", probe.stdout + probe.stderr)
+    return warn(found, f"UCX does not know {unused[0]}: correct or unset it") if unused else ok(found)
 
 
 def check_transports() -> Result:
@@ -201,13 +184,13 @@ def check_transports() -> Result:
         if device != "all" and device.split(":")[0] not in infiniband + network
     ]
     if missing:
-        return _fail(found, f"UCX_NET_DEVICES names {', '.join(missing)}, which this machine does not have")
+        return fail(found, f"UCX_NET_DEVICES names {', '.join(missing)}, which this machine does not have")
     tls = os.environ.get("UCX_TLS", "all")
     if _has_gpu() and tls != "all" and not tls.startswith("^") and "cuda" not in tls:
-        return _warn(found, "UCX_TLS has no cuda_copy and cuda_ipc: UCX cannot read GPU memory; add them")
+        return warn(found, "UCX_TLS has no cuda_copy and cuda_ipc: UCX cannot read GPU memory; add them")
     if not infiniband:
-        return _ok(found, "between machines KV uses TCP" if _has_gpu() else "")
-    return _ok(found)
+        return ok(found, "between machines KV uses TCP" if _has_gpu() else "")
+    return ok(found)
 
 
 def check_device() -> Result:
@@ -218,38 +201,18 @@ def check_device() -> Result:
     if not _has_gpu():
         found = f"CPU, {_cores()} cores; no CUDA device"
         if build == "cpu":
-            return _ok(found)
-        return _fail(
+            return ok(found)
+        return fail(
             f"{found}, but vLLM is not its CPU build",
             "pip install '.[cpu]' in a checkout of layerpush, in a fresh environment",
         )
     models = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found = ", ".join(f"{models.count(model)} x {model}" for model in dict.fromkeys(models))
     if build == "cpu":
-        return _warn(
+        return warn(
             f"{found}, but vLLM is its CPU build", "pip install '.[cuda]' in a checkout of layerpush, to use the GPU"
         )
-    return _ok(found)
-
-
-def check_port() -> Result:
-    """The side channel, from which D fetches P's metadata. Each engine of a machine needs its own port."""
-    host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
-    port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
-    another = "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 (or another free one, different for each engine of a machine)"
-    if not port.isdecimal() or not 0 < int(port) < 65536:
-        return _fail(f"VLLM_NIXL_SIDE_CHANNEL_PORT={port!r} is not a port number", f"set {another}")
-    try:
-        version = socket.AF_INET6 if ":" in host else socket.AF_INET  # as vLLM does
-        family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), version, socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except socket.gaierror as error:
-        return _fail(f"{host}: {error.strerror}", "set VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this machine")
-    except OSError as error:
-        return _fail(f"{host}:{port}: {error.strerror}", f"stop the program that uses it, or set {another}")
-    return _ok(f"{host}:{port} is free")
+    return ok(found)
 
 
 # The check of torch's companions comes before vLLM's, because they can break vLLM's import.

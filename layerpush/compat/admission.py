@@ -7,41 +7,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-from layerpush.core.config import CONNECTOR_NAME, LayerPushConfig
 from layerpush.core.request_params import (
     MAX_OUTER_ID_CHARS,
-    KvRole,
     ParamsError,
     check_params,
     check_request_id,
     is_pushed,
 )
-
-BY_PATH = "layerpush.nixl"
-"""The `kv_connector_module_path` where layerpush's connector has the names of vLLM's."""
-
-
-class ConnectorSettings(NamedTuple):
-    """The settings by which one layerpush connector of an engine accepts or refuses params."""
-
-    role: KvRole
-    config: LayerPushConfig
-
-
-def connectors_in(transfer: Mapping[str, Any]) -> Iterator[ConnectorSettings]:
-    """layerpush's connectors in the fields of a `--kv-transfer-config`, those inside of its MultiConnector, too.
-
-    Raises ``ConfigError`` for a bad `kv_connector_extra_config`.
-    """
-    extra = transfer.get("kv_connector_extra_config") or {}
-    if transfer.get("kv_connector") == CONNECTOR_NAME or transfer.get("kv_connector_module_path") == BY_PATH:
-        yield ConnectorSettings(transfer["kv_role"], LayerPushConfig.from_extra_config(extra))
-    elif transfer.get("kv_connector") == "MultiConnector":
-        for inner in extra.get("connectors") or ():
-            yield from connectors_in(inner)
+from layerpush.core.transfer_config import ConnectorSettings, connectors_in
 
 
 def pushed_params(sampling_params: Any) -> dict[str, Any] | None:

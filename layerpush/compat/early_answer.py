@@ -22,8 +22,9 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
-from layerpush.compat.admission import connectors_in, pushed_params
+from layerpush.compat.admission import pushed_params
 from layerpush.compat.patches import our_connectors
+from layerpush.core.transfer_config import connectors_in
 
 MARK = "layerpush_early"
 """A key of P's ``kv_transfer_params``: the front end has answered the request. It removes a client's own such key."""

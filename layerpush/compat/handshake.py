@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,10 +28,15 @@ class LayerpushHandshakePayload(NixlHandshakePayload):
 
 
 class Agent(NamedTuple):
-    """``description`` is NIXL's own of an agent. It contains the agent's name."""
+    """``description`` is NIXL's own of an agent. It contains the agent's name. ``settings``: none, from a stock engine.
+
+    All of it comes from a peer, which may have sent anything.
+    """
 
     description: bytes
     layerpush: bool
+    engine_id: str
+    settings: dict[str, str]
 
 
 class _HandshakeAnswer(msgspec.Struct):
@@ -86,10 +92,15 @@ def difference(ours: LayerpushHandshakePayload, payload: bytes) -> str | None:
         return None
     if theirs.compatibility_hash == ours.compatibility_hash:
         return None
+    return difference_of(ours.settings, theirs.settings)
+
+
+def difference_of(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
+    """The settings that an engine has with other values than ours, in one sentence; None if it has none."""
     different = [
-        f"{name} is {theirs.settings[name][:MAX_SETTING]!r} there and {value!r} here"
-        for name, value in ours.settings.items()
-        if theirs.settings.get(name, value) != value
+        f"{name} is {theirs[name][:MAX_SETTING]!r} there and {value!r} here"
+        for name, value in ours.items()
+        if theirs.get(name, value) != value
     ]
     return f"P and D must have the same settings: {', '.join(different)}" if different else None
 
@@ -109,4 +120,4 @@ def agent_of_handshake(payload: bytes) -> Agent:
     """
     handshake = msgspec.msgpack.decode(payload, type=_HandshakeAnswer)
     described = msgspec.msgpack.decode(handshake.agent_metadata_bytes, type=_AgentDescription)
-    return Agent(described.agent_metadata, handshake.layerpush)
+    return Agent(described.agent_metadata, handshake.layerpush, described.engine_id, handshake.settings)

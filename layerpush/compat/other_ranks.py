@@ -13,8 +13,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from layerpush.compat.admission import connectors_in, pushed_params
+from layerpush.compat.admission import pushed_params
 from layerpush.compat.patches import our_connectors
+from layerpush.core.transfer_config import connectors_in
 
 UTILITY = "layerpush_rank_is_other"
 

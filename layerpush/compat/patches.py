@@ -206,6 +206,16 @@ def is_on(name: str) -> bool:
     return name not in left_out()
 
 
+def check_failure_policy(policy: str) -> None:
+    """Raises ``ConfigError`` if a decode engine needs a patch for this `kv_load_failure_policy` that is left out."""
+    if policy != "fail" and not is_on("failed-loads"):
+        raise ConfigError(
+            f"environment variable {VARIABLE} leaves out failed-loads, but a decode engine needs it with "
+            'kv_load_failure_policy "recompute": a request whose load fails could block all others for ever. '
+            'Set kv_load_failure_policy to "fail", or leave failed-loads in'
+        )
+
+
 def install(process: Process) -> None:
     """Apply the patches of ``process`` in this one. Later calls do nothing.
 

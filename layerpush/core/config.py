@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -17,24 +17,42 @@ CONNECTOR_NAME = "LayerwisePushConnector"
 """layerpush's `kv_connector` in a `--kv-transfer-config`."""
 MAX_STAGING_BYTES = 1 << 30
 
-# Keys of kv_connector_extra_config that vLLM 0.32's NIXL connectors read: passed through, not checked.
-OTHER_KEYS = frozenset(
+VLLM_KEYS: Mapping[str, Any] = {
+    "backends": Annotated[
+        tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1, title="names of NIXL backends")
+    ],
+    "decoder_kv_blocks_ttl": Annotated[float, Meta(ge=0)],
+    "enforce_handshake_compat": Annotated[bool, Meta()],
+    "engine_ttl": Annotated[float, Meta()],
+    "kv_lease_duration": Annotated[float, Meta(gt=0)],
+    "kv_recompute_threshold": Annotated[int, Meta()],
+    "num_threads": Annotated[int, Meta(ge=0)],
+    "push_registration_timeout": Annotated[float, Meta(ge=0)],
+}
+"""Keys of kv_connector_extra_config that vLLM 0.32's NIXL connectors read, and their types: checked, passed through."""
+
+TRANSFER_FIELDS = frozenset(
     {
-        "backends",
-        "decoder_kv_blocks_ttl",
-        "enforce_handshake_compat",
-        "engine_ttl",
-        "kv_lease_duration",
-        "kv_recompute_threshold",
-        "num_threads",
-        "push_registration_timeout",
+        "enable_permute_local_kv",
+        "engine_id",
+        "kv_buffer_device",
+        "kv_connector",
+        "kv_connector_extra_config",
+        "kv_connector_module_path",
+        "kv_load_failure_policy",
+        "kv_port",
+        "kv_role",
     }
 )
+"""The fields of a `--kv-transfer-config`: those of vLLM 0.32's KVTransferConfig."""
 
 REMOVED_KEYS = {
     "min_write_bytes": 'remove it; with `granularity: "auto"`, the default, layers share WRITEs by themselves'
 }
 """Keys of earlier releases, with the remedy."""
+
+
+EXTRA = "kv_connector_extra_config"
 
 
 class ConfigError(ValueError):
@@ -78,7 +96,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
             description="Directory for JSONL traces, one per worker and one for D's scheduler: a line for each push, "
-            "each load and each first token. `null`: no trace.",
+            "each load and each first token. `~` is the home directory. `null`: no trace.",
         ),
     ] = None
     first_token: Annotated[
@@ -134,6 +152,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)], ...] | None,
         Meta(
+            title="host names, IP addresses and networks",
             description="Host names, IP addresses and networks (CIDR) to which requests and peers may make this engine "
             "connect; `null`: any.",
         ),
@@ -151,19 +170,22 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: a key is unknown, or a value is not one of its key's choices; `"1"` is not a number.
         """
-        known = key_types()
+        own = key_types()
+        known = {**own, **VLLM_KEYS}
         for key in extra:
             if key in REMOVED_KEYS:
-                raise ConfigError(f"kv_connector_extra_config: {key!r} is gone: {REMOVED_KEYS[key]}")
-            if key not in known and key not in OTHER_KEYS:
-                raise ConfigError(_unknown_key(key, [*known, *OTHER_KEYS]))
-        own = {key: _converted(key, value, known[key]) for key, value in extra.items() if key in known}
-        for entry in own.get("allowed_hosts") or ():
+                raise ConfigError(f"{EXTRA}: {key!r} is gone: {REMOVED_KEYS[key]}")
+            if key in TRANSFER_FIELDS:
+                raise ConfigError(f"{EXTRA}: {key!r} belongs one level up, beside 'kv_connector'")
+            if key not in known:
+                raise ConfigError(unknown(EXTRA, "key", key, known, "layerpush's and vLLM's NIXL keys"))
+        values = {key: _converted(key, value, known[key]) for key, value in extra.items()}
+        for entry in values.get("allowed_hosts") or ():
             try:
                 check_entry(entry)
             except HostError as error:
-                raise ConfigError(f"kv_connector_extra_config: 'allowed_hosts': {error}") from None
-        return cls(**own)
+                raise ConfigError(f"{EXTRA}: 'allowed_hosts': {error}") from None
+        return cls(**{key: value for key, value in values.items() if key in own})
 
 
 def key_types() -> dict[str, Any]:
@@ -179,24 +201,36 @@ def choices(annotation: Any) -> str:
         kind, limits = get_args(option)[:2] if get_origin(option) is Annotated else (option, meta)
         if isinstance(kind, str):
             words.append(f'"{kind}"')
-        elif kind in (int, float) and limits.le is not None:
-            words.append(f"{'integer' if kind is int else 'number'} from {limits.ge} to {limits.le}")
-        elif kind is int and limits.ge is not None:
-            words.append(f"integer >= {limits.ge}")
+        elif kind in (int, float):
+            words.append(("integer" if kind is int else "number") + _bounds(limits))
         elif kind is str and limits.min_length is not None:
             words.append("non-empty string")
         elif get_origin(kind) is tuple:
-            words.append("list of host names, IP addresses and networks")
+            words.append(f"list of {limits.title}")
         else:
-            words.append({bool: "true or false", int: "integer", str: "string", type(None): "null"}[kind])
+            words.append({bool: "true or false", str: "string", type(None): "null"}[kind])
     return " or ".join(words)
+
+
+def unknown(where: str, word: str, name: str, known: Iterable[str], all_of_them: str) -> str:
+    """An error: there is no such name at this place. It has the nearest known one."""
+    choices = sorted(known)
+    close = difflib.get_close_matches(name, choices, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{where}: unknown {word} {name!r}; {hint}{all_of_them} are: {', '.join(choices)}"
+
+
+def _bounds(limits: Meta) -> str:
+    if limits.le is not None:
+        return f" from {limits.ge} to {limits.le}"
+    return f" >= {limits.ge}" if limits.ge is not None else f" > {limits.gt}" if limits.gt is not None else ""
 
 
 def _converted(key: str, value: object, annotation: Any) -> Any:
     try:
         return msgspec.convert(value, annotation, strict=True)
     except msgspec.ValidationError:
-        message = f"kv_connector_extra_config: {key!r} is {value!r} ({type(value).__name__})"
+        message = f"{EXTRA}: {key!r} is {value!r} ({type(value).__name__})"
         raise ConfigError(f"{message}; choices: {choices(annotation)}{_hint(value, annotation)}") from None
 
 
@@ -205,7 +239,7 @@ def _hint(value: object, annotation: Any) -> str:
     if not isinstance(value, str):
         return ""
     word = value.strip().lower()
-    for meant in ({"true": True, "false": False}.get(word), _number(word), word, [word]):
+    for meant in ({"true": True, "false": False}.get(word), _number(word), word, [value.strip()]):
         try:
             msgspec.convert(meant, annotation, strict=True)
         except msgspec.ValidationError:
@@ -223,10 +257,3 @@ def _number(word: str) -> int | float | None:
         return int(word) if word.isdecimal() else float(word)
     except ValueError:
         return None
-
-
-def _unknown_key(key: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(str(key), known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    choices = ", ".join(sorted(known))
-    return f"kv_connector_extra_config: unknown key {key!r}; {hint}layerpush's and vLLM's NIXL keys are: {choices}"

@@ -32,6 +32,17 @@ QUIET_S = 60.0
 CLOSE_S = 2.0
 
 
+def trace_folder(directory: str) -> Path:
+    """The folder of a `trace_dir`, made if there is none. Raises ``ConfigError`` if it cannot be made."""
+    try:
+        folder = Path(directory).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user's home
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"kv_connector_extra_config: 'trace_dir': no directory {directory}: {reason}") from None
+    return folder
+
+
 class TraceFile:
     """Appends records to ``<directory>/<engine>-rank<rank>-<pid>.jsonl``, or ``<engine>-scheduler-<pid>.jsonl`` for
     ``SCHEDULER_RANK``. If ``directory`` is None, it writes nothing. Only the user of this process may read the file.
@@ -52,13 +63,7 @@ class TraceFile:
         self._peer_errors = PeerErrors(logger, QUIET_S)
         if directory is None:
             return
-        folder = Path(directory)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"kv_connector_extra_config: 'trace_dir': no directory {folder}: {error.strerror}"
-            ) from None
+        folder = trace_folder(directory)
         process, thread = f"rank{rank}", "layerpush-trace"
         if rank == SCHEDULER_RANK:
             process, thread = "scheduler", "layerpush-trace-scheduler"

@@ -15,10 +15,10 @@ import pytest
 from layerpush.compat.engine_settings import captured_tokens
 from layerpush.connector import LayerwisePushConnector
 from layerpush.core.config import ConfigError
-from layerpush.engine.scheduler import side_channel
-from layerpush.engine.scheduler.side_channel import SideChannelError
 from layerpush.engine.worker.writer_thread import THREAD_NAME
 from layerpush.prefill.unhooked_layers import GRAPH_TOKENS
+from layerpush.transport import port as port_module
+from layerpush.transport.port import SideChannelError
 from tests.connector.engine import Engine, cache_config, config_of
 
 Build = Callable[..., Engine]
@@ -153,8 +153,8 @@ def test_a_taken_side_channel_port_ends_the_start(engine: Build, model: Path, mo
     """vLLM's core makes this call at its start. It waits without a deadline for the listener's thread."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-    monkeypatch.setattr(side_channel, "BIND_S", 0.3)
-    monkeypatch.setattr(side_channel, "BIND_RETRY_S", 0.05)
+    monkeypatch.setattr(port_module, "BIND_S", 0.3)
+    monkeypatch.setattr(port_module, "BIND_RETRY_S", 0.05)
     first = engine("kv_producer")
     config = config_of(model, "kv_producer", "second")
     second = LayerwisePushConnector(config, KVConnectorRole.SCHEDULER, cache_config())

@@ -36,7 +36,8 @@ def handshake(agent_metadata: bytes) -> bytes:
 
 def listener(whose: str) -> Callable[..., None]:
     if whose == "layerpush":
-        from layerpush.engine.scheduler.side_channel import bind, listen
+        from layerpush.engine.scheduler.side_channel import listen
+        from layerpush.transport.port import bind
 
         return lambda answers, ready, stop, host, port: listen(bind(host, port), answers, ready, stop)
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from layerpush.compat.admission import BY_PATH
+from layerpush.core.transfer_config import BY_PATH
 from tests.e2e import engines, probes
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.core.config import OTHER_KEYS, ConfigError, LayerPushConfig
+from layerpush.core.config import TRANSFER_FIELDS, VLLM_KEYS, ConfigError, LayerPushConfig
 from scripts.docgen import options
 from tests.quotes import package
 
@@ -59,8 +59,18 @@ def test_an_empty_list_of_hosts_differs_from_no_list() -> None:
     assert LayerPushConfig.from_extra_config({"allowed_hosts": None}).allowed_hosts is None
 
 
-def test_vllms_own_keys_pass_with_any_value() -> None:
-    extra = dict.fromkeys(OTHER_KEYS, object())
+def test_vllms_own_keys_pass() -> None:
+    extra: dict[str, object] = {
+        "backends": ["UCX", "GDS"],
+        "decoder_kv_blocks_ttl": 480,
+        "enforce_handshake_compat": False,
+        "engine_ttl": -1,
+        "kv_lease_duration": 0.2,
+        "kv_recompute_threshold": 64,
+        "num_threads": 0,
+        "push_registration_timeout": 1.5,
+    }
+    assert extra.keys() == VLLM_KEYS.keys()
     assert LayerPushConfig.from_extra_config(extra) == LayerPushConfig()
 
 
@@ -93,6 +103,16 @@ def test_vllms_own_keys_pass_with_any_value() -> None:
         ("write_timeout_s", -1, "integer >= 1"),
         ("write_timeout_s", True, "integer >= 1"),
         ("write_timeout_s", None, "integer >= 1"),
+        ("num_threads", "four", "integer >= 0"),
+        ("num_threads", -1, "integer >= 0"),
+        ("kv_lease_duration", -3, "number > 0"),
+        ("kv_lease_duration", 0, "number > 0"),
+        ("backends", "UCX", 'list of names of NIXL backends; write ["UCX"]'),
+        ("backends", [], "list of names of NIXL backends"),
+        ("push_registration_timeout", "480", "number >= 0; write 480 without quotes"),
+        ("engine_ttl", None, "number"),
+        ("enforce_handshake_compat", 1, "true or false"),
+        ("kv_recompute_threshold", 1.5, "integer"),
         ("allowed_hosts", False, HOSTS),
         ("allowed_hosts", {"10.0.0.7": True}, HOSTS),
         ("allowed_hosts", [10], HOSTS),
@@ -166,11 +186,17 @@ def test_a_key_that_is_gone_is_refused_with_its_remedy() -> None:
         LayerPushConfig.from_extra_config({"min_write_bytes": 0})
 
 
+@pytest.mark.parametrize("key", sorted(TRANSFER_FIELDS))
+def test_a_field_one_level_too_low_is_refused_with_its_place(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{key}' belongs one level up, beside 'kv_connector'"):
+        LayerPushConfig.from_extra_config({key: "x"})
+
+
 def test_an_unknown_key_without_a_close_match_is_refused_with_the_list() -> None:
     with pytest.raises(ConfigError) as refusal:
         LayerPushConfig.from_extra_config({"colour": "red"})
     assert "did you mean" not in str(refusal.value)
-    assert all(key in str(refusal.value) for key in OWN_KEYS | OTHER_KEYS)
+    assert all(key in str(refusal.value) for key in {*OWN_KEYS, *VLLM_KEYS})
 
 
 def test_documentation_covers_every_key() -> None:
@@ -186,7 +212,13 @@ def test_other_keys_match_the_keys_of_vllms_nixl_connectors() -> None:
     """A missing key would make us refuse an option of vLLM's."""
     folder = package("vllm") / "distributed/kv_transfer/kv_connector/v1/nixl"
     read = {key for file in folder.glob("*.py") for key in _keys_read(file)}
-    assert read == OTHER_KEYS | {"bidirectional_kv_xfer"}
+    assert read == {*VLLM_KEYS, "bidirectional_kv_xfer"}
+
+
+def test_the_fields_are_those_of_vllms_class() -> None:
+    tree = ast.parse((package("vllm") / "config/kv_transfer.py").read_text())
+    (config,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "KVTransferConfig")
+    assert {node.target.id for node in config.body if isinstance(node, ast.AnnAssign)} == TRANSFER_FIELDS  # type: ignore[union-attr]
 
 
 def _keys_read(file: Path) -> set[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from layerpush.apps.tracing.breakdown import PARTS
 from layerpush.core import wire
-from layerpush.core.config import OTHER_KEYS, ConfigError, LayerPushConfig
+from layerpush.core.config import VLLM_KEYS, ConfigError, LayerPushConfig
 from layerpush.core.request_params import MAX_OUTER_ID_CHARS, ParamsError, check_params, check_request_id
 from layerpush.telemetry.trace_records import (
     ChunkRecord,
@@ -167,7 +167,7 @@ def test_the_trace_page_lists_the_parts_of_the_hand_over() -> None:
 def test_the_configuration_page_names_vllms_keys_and_our_variable() -> None:
     page = (ROOT / "docs/configuration.md").read_text()
     part = page.split("## vLLM's keys")[1].split("Other fields")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)) == OTHER_KEYS
+    assert set(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)) == set(VLLM_KEYS)
 
 
 def test_the_compatibility_page_lists_the_architectures_of_the_zoo() -> None:
@@ -190,6 +190,8 @@ BAD_SETTINGS: tuple[dict[str, object], ...] = (
     {"allowed_hosts": "10.0.0.0/8"},
     {"allowed_hosts": ["10.1.2.3/8"]},
     {"allowed_hosts": ["prefill-0:5600"]},
+    {"num_threads": "four"},
+    {"engine_id": "prefill-0"},
     {"layer_wise": True},
 )
 GOOD_REQUEST: dict[str, object] = {

@@ -312,6 +312,16 @@ def test_transfer_configurations_are_valid() -> None:
         check_transfer_config(config)
 
 
+def test_the_systemd_unit_checks_its_configuration_before_the_engine_starts() -> None:
+    (unit,) = (block.text.replace("\\\n", "") for block in blocks(DEPLOYMENT) if block.language == "ini")
+    ((name, config),) = re.findall(r"^Environment='(\w+)=(.*)'$", unit, re.MULTILINE)
+    check_transfer_config(json.loads(config))
+    before, start = re.findall(r"^ExecStart(?:Pre)?=(.*)$", unit, re.MULTILINE)
+    assert before == f"/opt/vllm/bin/layerpush doctor --kv-transfer-config ${{{name}}}"
+    assert start.startswith("/opt/vllm/bin/vllm serve ")
+    assert start.endswith(f" --kv-transfer-config ${{{name}}}")
+
+
 def test_yaml_blocks_are_valid() -> None:
     found = [block for page in PAGES for block in blocks(page) if block.language == "yaml"]
     assert found

@@ -6,24 +6,32 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 
+import msgspec
 import pytest
 
+from bench.servers.ports import PortAllocator
 from layerpush import plugin
 from layerpush.apps import doctor
-from layerpush.apps.doctor import Grade, Result
+from layerpush.apps.checks import side_channel
+from layerpush.apps.checks.finding import Grade, Result
 from layerpush.compat import patches
+from layerpush.transport.port import bind_at_once
+from tests.support.ports import PEER_CHECK_PORTS
 
 OK, WARN, FAIL = Grade.OK, Grade.WARN, Grade.FAIL
 UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
+PORTS = PortAllocator(PEER_CHECK_PORTS)
 
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("VLLM_PLUGINS", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
+    names = ("VLLM_PLUGINS", "NIXL_PLUGIN_DIR", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
     for name in (*names, *UCX_VARIABLES):
         monkeypatch.delenv(name, raising=False)
 
@@ -112,6 +120,17 @@ def test_nixl_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     expect(doctor.check_nixl(), FAIL, "NIXL_ERR_BACKEND", "check UCX_TLS=posix,self")
 
 
+def test_a_bad_folder_of_plugins_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NIXL_PLUGIN_DIR", "/nonexistent")
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    expect(doctor.check_nixl(), FAIL, "cannot create an agent", "unset NIXL_PLUGIN_DIR=/nonexistent")
+
+
+def test_a_misspelt_variable_of_ucx_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TSL", "tcp")
+    expect(doctor.check_nixl(), WARN, "created an agent with UCX", "UCX_TSL")
+
+
 def test_nixl_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(code: str) -> subprocess.CompletedProcess[str]:
         raise subprocess.TimeoutExpired(code, doctor.PROBE_TIMEOUT_S)
@@ -187,19 +206,113 @@ def test_port_free_then_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         port = listener.getsockname()[1]
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
         listener.listen()
-        expect(doctor.check_port(), FAIL, f"127.0.0.1:{port}", "VLLM_NIXL_SIDE_CHANNEL_PORT=")
-    expect(doctor.check_port(), OK, "is free")
+        expect(side_channel.check_port(), FAIL, f"127.0.0.1:{port}", "another program has this port")
+    expect(side_channel.check_port(), WARN, "is free", "VLLM_NIXL_SIDE_CHANNEL_PORT below")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(PORTS.next_free()))
+    expect(side_channel.check_port(), OK, "is free")
 
 
 @pytest.mark.parametrize("value", ["0", "70000", "http", ""])
 def test_an_invalid_port_fails(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", value)
-    expect(doctor.check_port(), FAIL, "is not a port number", "VLLM_NIXL_SIDE_CHANNEL_PORT=")
+    expect(side_channel.check_port(), FAIL, "is not a port number", "VLLM_NIXL_SIDE_CHANNEL_PORT=")
 
 
 def test_a_host_of_another_machine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "192.0.2.1")
-    expect(doctor.check_port(), FAIL, "192.0.2.1:5600", "VLLM_NIXL_SIDE_CHANNEL")
+    advice = "VLLM_NIXL_SIDE_CHANNEL_HOST must be an address of this machine"
+    expect(side_channel.check_port(), FAIL, "192.0.2.1:5600", advice)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "::", "[::]"])
+def test_a_host_to_which_no_peer_can_connect_fails(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(PORTS.next_free()))
+    expect(side_channel.check_port(), FAIL, "is free", f"no peer can connect to {host}")
+
+
+def test_a_host_that_is_not_set_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(PORTS.next_free()))
+    expect(side_channel.check_port(), WARN, "localhost:", "set VLLM_NIXL_SIDE_CHANNEL_HOST")
+
+
+def test_an_ephemeral_port_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
+    expect(side_channel.check_port(), WARN, "is free", "set VLLM_NIXL_SIDE_CHANNEL_PORT below ")
+
+
+@contextmanager
+def engine(settings: dict[str, str] | None) -> Iterator[int]:
+    """The side channel of an engine; None: of a stock one. Gives its port."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+
+    from layerpush.compat.handshake import signed
+    from layerpush.engine.scheduler.side_channel import listen
+
+    agent = msgspec.msgpack.encode({"engine_id": "prefill-0", "agent_metadata": b"agent"})
+    payload = NixlHandshakePayload("hash", agent)
+    answer = msgspec.msgpack.encode(payload if settings is None else signed(payload, settings))
+    port, stop = PORTS.next_free(), threading.Event()
+    bound = bind_at_once("127.0.0.1", port)
+    listener = threading.Thread(target=listen, args=(bound, {(0, 0): answer}, threading.Event(), stop))
+    listener.start()
+    try:
+        yield port
+    finally:
+        stop.set()
+        listener.join()
+
+
+def peer(port: int, **fields: object) -> Result:
+    config = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer", "engine_id": "decode-0"} | fields
+    return side_channel.check_peer("127.0.0.1", port, json.dumps(config))
+
+
+def test_a_peer_is_shown_with_its_settings() -> None:
+    import vllm
+
+    settings = {"vLLM": vllm.__version__, "the model": "llama\x1b[2J"}
+    with engine(settings) as port:
+        expect(peer(port), OK, f"engine 'prefill-0', layerpush\nvLLM: '{vllm.__version__}'\nthe model: 'llama\\x1b[2J'")
+        expect(side_channel.check_peer("127.0.0.1", port, None), OK, "engine 'prefill-0'")
+        expect(side_channel.check_peer("127.0.0.1", port, "{"), OK, "engine 'prefill-0'")
+    with engine(None) as port:
+        expect(peer(port), OK, "engine 'prefill-0', no layerpush")
+
+
+def test_a_peer_that_cannot_pair_fails() -> None:
+    with engine({"vLLM": "0.1"}) as port:
+        expect(peer(port), FAIL, "prefill-0", "P and D must have the same settings: vLLM is '0.1' there and ")
+    with engine({}) as port:
+        expect(peer(port, engine_id="prefill-0"), FAIL, "prefill-0", "give this engine another engine_id")
+        elsewhere = {"allowed_hosts": ["10.0.0.0/8"]}
+        expect(peer(port, kv_connector_extra_config=elsewhere), FAIL, "prefill-0", "add '127.0.0.1' to allowed_hosts")
+
+
+def test_a_peer_without_a_side_channel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerpush.engine.worker import side_channel_probe
+
+    port = PORTS.next_free()
+    expect(peer(port), FAIL, f"nothing listens at 127.0.0.1:{port}", "start that engine")
+    monkeypatch.setattr(side_channel_probe.agent_of, "__defaults__", (0, 0, 0.2))
+    with socket.create_server(("127.0.0.1", port)) as server:
+        expect(peer(port), FAIL, f"no answer of 127.0.0.1:{port}", "firewall")
+
+        def http() -> None:
+            for _ in range(2):  # the first one is the check before
+                connection, _ = server.accept()
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\nInvalid HTTP request")
+                connection.close()
+
+        monkeypatch.setattr(side_channel_probe.agent_of, "__defaults__", (0, 0, 10.0))
+        serving = threading.Thread(target=http)
+        serving.start()
+        expect(peer(port), FAIL, f"127.0.0.1:{port} is no side channel", "not the port of its API server")
+        serving.join()
+    expect(side_channel.check_peer("no such host", port, None), FAIL, "no such host", "correct the host")
 
 
 def test_a_check_that_raises_fails_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,11 @@ def test_an_unknown_file_is_an_error_of_one_line() -> None:
     assert done.exit_code == 2
     assert done.stderr.startswith("layerpush files: no file '../cli.py'; there are alerts.yml, ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_misspelt_file_has_a_hint() -> None:
+    done = CliRunner().invoke(app, ["files", "grafana.jsn"])
+    assert done.stderr.startswith("layerpush files: no file 'grafana.jsn'; did you mean 'grafana.json'? there are ")
 
 
 @pytest.mark.parametrize("name", WITH_ALERTS)
@@ -195,6 +202,21 @@ def test_each_deployment_configures_its_engine(name: str) -> None:
         {"configMapRef": {"name": of_kind("kubernetes/config.yaml", "ConfigMap")["metadata"]["name"]}}
     ]
     assert container["args"][0] == "$(MODEL)"
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_doctor_checks_the_configuration_before_the_engine_starts(name: str, status: int, tmp_path: Path) -> None:
+    for program, ending in (("layerpush", status), ("vllm", 0)):
+        stand_in = tmp_path / program
+        stand_in.write_text(f'#!/bin/sh\nprintf "%s\\0" {program} "$@"\nexit {ending}\n')
+        stand_in.chmod(0o755)
+    container = engine(name)
+    words, path = [*container["command"], *container["args"]], f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(words, env={"PATH": path}, capture_output=True, text=True, check=False)
+    doctor = ["layerpush", "doctor", "--kv-transfer-config", container["args"][-1]]
+    serve = ["vllm", "serve", *container["args"]]
+    assert (done.returncode, done.stdout.split("\0")[:-1]) == (status, doctor if status else doctor + serve)
 
 
 def test_names_and_ports_of_the_manifests_match() -> None:

@@ -27,10 +27,10 @@ from layerpush.engine.scheduler.side_channel import (
     MAX_QUERY_BYTES,
     HandshakeAnswers,
     Listener,
-    SideChannelError,
-    bind,
 )
+from layerpush.transport import port as port_module
 from layerpush.transport import zmtp
+from layerpush.transport.port import SideChannelError, bind
 from tests.support.ports import SIDE_CHANNEL_PORTS
 from tests.support.waiting import until
 
@@ -424,13 +424,13 @@ class Fileless:
 @pytest.fixture
 def fileless(monkeypatch: pytest.MonkeyPatch) -> list[Fileless]:
     """The socket of the next listener."""
-    bind, made = side_channel._bind, list[Fileless]()
+    bind, made = port_module._bind, list[Fileless]()
 
     def bound(host: str, port: int) -> Fileless:
         made.append(Fileless(bind(host, port)))
         return made[0]
 
-    monkeypatch.setattr(side_channel, "_bind", bound)
+    monkeypatch.setattr(port_module, "_bind", bound)
     return made
 
 
@@ -465,8 +465,8 @@ def test_the_side_channel_stops_during_a_stream_of_queries() -> None:
 def test_a_port_that_is_taken_for_long_ends_the_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(side_channel, "BIND_S", 0.3)
-    monkeypatch.setattr(side_channel, "BIND_RETRY_S", 0.05)
+    monkeypatch.setattr(port_module, "BIND_S", 0.3)
+    monkeypatch.setattr(port_module, "BIND_RETRY_S", 0.05)
     port = PORTS.next_free()
     with (
         caplog.at_level(logging.WARNING, "vllm.layerpush"),
@@ -483,7 +483,7 @@ def test_a_port_that_is_free_after_a_while_is_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An engine that is restarted too soon finds the port of the one before."""
-    monkeypatch.setattr(side_channel, "BIND_RETRY_S", 0.05)
+    monkeypatch.setattr(port_module, "BIND_RETRY_S", 0.05)
     port = PORTS.next_free()
     before = socket.create_server(("127.0.0.1", port))
     connected_before = socket.create_connection(("127.0.0.1", port))
@@ -501,7 +501,7 @@ def test_a_port_that_is_free_after_a_while_is_taken(
 
 @pytest.mark.parametrize("host", ["10.255.255.9", "no such host", "::9"])
 def test_an_address_of_no_interface_ends_the_start(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    monkeypatch.setattr(side_channel, "BIND_S", 0.0)
+    monkeypatch.setattr(port_module, "BIND_S", 0.0)
     with pytest.raises(SideChannelError, match="VLLM_NIXL_SIDE_CHANNEL_HOST must be an address of this machine"):
         bind(host, PORTS.next_free())
 
@@ -526,7 +526,7 @@ def test_a_signal_ends_the_wait_for_a_port(monkeypatch: pytest.MonkeyPatch) -> N
             interrupted.set()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(side_channel, "BIND_RETRY_S", 30.0)
+    monkeypatch.setattr(port_module, "BIND_RETRY_S", 30.0)
     monkeypatch.setattr(time, "sleep", slept)
     before = signal.signal(signal.SIGUSR1, on_signal)
     thread = threading.Thread(target=interrupt)

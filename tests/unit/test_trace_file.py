@@ -395,3 +395,14 @@ def test_a_trace_dir_that_is_a_file_is_a_configuration_error(below: str, tmp_pat
     path.touch()
     with pytest.raises(ConfigError, match=f"'trace_dir': no directory {path}{below}: "):
         TraceFile(f"{path}{below}", "eng", 0)
+
+
+def test_a_tilde_in_trace_dir_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    TraceFile("~/traces", "eng", 0).close()
+    assert path_of(tmp_path / "traces").exists()
+
+
+def test_a_home_of_nobody_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"'trace_dir': no directory ~no-such-user/traces: "):
+        TraceFile("~no-such-user/traces", "eng", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from importlib.resources import files as resources
 from importlib.resources.abc import Traversable
 from typing import Annotated, NoReturn
@@ -82,7 +83,9 @@ def files(
             typer.echo(f"{each:32}{description}")
         return
     if name not in DESCRIPTIONS:
-        _refuse(f"no file {name!r}; there are {', '.join(DESCRIPTIONS)}")
+        close = get_close_matches(name, DESCRIPTIONS, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        _refuse(f"no file {name!r}; {hint}there are {', '.join(DESCRIPTIONS)}")
     text = text_of(name)
     if runbook_url is not None:
         if name not in WITH_ALERTS:

@@ -33,7 +33,7 @@ from layerpush.compat.push_scheduler import (
 )
 from layerpush.compat.spans import traces_requests
 from layerpush.compat.worker_report import AbortsPending, PushWithdrawn, Reported, TurnEnded, WorkerReport
-from layerpush.core.config import ConfigError, LayerPushConfig
+from layerpush.core.config import LayerPushConfig
 from layerpush.core.first_token import Sampled
 from layerpush.core.load_news import (
     LoadCleared,
@@ -59,7 +59,7 @@ from layerpush.engine.scheduler.postponed_loads import PostponedLoads
 from layerpush.engine.scheduler.prefix_hits import PrefixHits, Tables
 from layerpush.engine.scheduler.provisional_steps import ProvisionalSteps
 from layerpush.engine.scheduler.request_filter import RequestFilter
-from layerpush.engine.scheduler.side_channel import bind, listen
+from layerpush.engine.scheduler.side_channel import listen
 from layerpush.engine.scheduler.turns import Turns
 from layerpush.engine.unreported_aborts import NEXT_REPORT_S
 from layerpush.telemetry.metrics.catalog import (
@@ -76,6 +76,7 @@ from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import SCHEDULER_RANK
 from layerpush.transport.peers import Address
+from layerpush.transport.port import bind
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -151,12 +152,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self.receives: bool = consumes or self._takes_turns
         """Whether the engine loads KV."""
         self._postpones = patches.is_on("failed-loads")
-        if consumes and not self._postpones and vllm_config.kv_transfer_config.kv_load_failure_policy != "fail":
-            raise ConfigError(
-                f"environment variable {patches.VARIABLE} leaves out failed-loads, but a decode engine needs it with "
-                'kv_load_failure_policy "recompute": a request whose load fails could block all others for ever. '
-                'Set kv_load_failure_policy to "fail", or leave failed-loads in'
-            )
+        if consumes:
+            patches.check_failure_policy(vllm_config.kv_transfer_config.kv_load_failure_policy)
         self._trace = TraceFile(config.trace_dir if consumes else None, engine_id, SCHEDULER_RANK)
         self.metrics.total(DROPPED_RECORDS, lambda: {"trace": self._trace.dropped})
         ranks = vllm_config.parallel_config.world_size // vllm_config.parallel_config.prefill_context_parallel_size

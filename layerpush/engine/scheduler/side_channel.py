@@ -6,10 +6,7 @@ reads, nor the connections.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
-import os
 import random
 import resource
 import selectors
@@ -37,20 +34,8 @@ REST = 3.0
 """Seconds of rest after each second of CPU time, so that a flood of queries takes a quarter of a core."""
 TURN_S = 0.005
 """CPU time after which a turn ends: the rest after it is short."""
-BIND_S = 10.0
-BIND_RETRY_S = 2.0
-BACKLOG = 128
-SIOCGIFADDR = 0x8915
-"""Linux's request for the address of a network interface."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
-_IN_USE = (
-    "another program has this port; end it, or set VLLM_NIXL_SIDE_CHANNEL_PORT to a free port below the ephemeral range"
-)
-_NO_ADDRESS = (
-    "VLLM_NIXL_SIDE_CHANNEL_HOST must be an address of this machine, and VLLM_NIXL_SIDE_CHANNEL_PORT a port that this"
-    " user may open"
-)
 _decoder = msgspec.msgpack.Decoder(tuple[bytes, int, int])
 
 HandshakeAnswers = Mapping[tuple[int, int], bytes]
@@ -59,29 +44,6 @@ HandshakeAnswers = Mapping[tuple[int, int], bytes]
 
 class QueryError(ValueError):
     """A message is no handshake query; the text is the reason."""
-
-
-class SideChannelError(RuntimeError):
-    """The port of the side channel cannot be had; the text is the reason and the cure."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Listen on the side channel's port. Tries for BIND_S: an engine that has just ended may still have the port.
-
-    Raises ``SideChannelError``. The engine core's main thread, so that a signal or the error ends the engine's start.
-    """
-    bare, deadline = host.strip("[]"), time.monotonic() + BIND_S
-    while True:
-        try:
-            return _bind(bare, port)
-        except (OSError, ValueError, OverflowError) as error:
-            code = getattr(error, "errno", None) or 0
-            why, cure = os.strerror(code) if code > 0 else error, _IN_USE if code == errno.EADDRINUSE else _NO_ADDRESS
-            reason = f"the side channel cannot listen on {bare}:{port} ({why}): {cure}"
-            if time.monotonic() >= deadline:
-                raise SideChannelError(f"layerpush: {reason}") from None
-        logger.warning("layerpush: %s; trying for %.0f s", reason, max(0.0, deadline - time.monotonic()))
-        time.sleep(BIND_RETRY_S)
 
 
 def listen(
@@ -287,14 +249,3 @@ def _message(*parts: bytes) -> list[memoryview]:
     last = len(parts) - 1
     pieces = ((header(len(part), 0 if index == last else MORE), part) for index, part in enumerate(parts))
     return [memoryview(each) for piece in pieces for each in piece if each]
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Listen on an address, a name, a network interface or, with ``*``, on all IPv4 addresses, as ZeroMQ does."""
-    if ":" in host:
-        return socket.create_server((host, port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
-    if host in {name for _, name in socket.if_nameindex()}:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            found = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", host.encode()))
-        host = socket.inet_ntoa(found[20:24])
-    return socket.create_server(("" if host == "*" else host, port), backlog=BACKLOG)

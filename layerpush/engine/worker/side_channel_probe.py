@@ -52,25 +52,32 @@ def contact_of(host: str, port: int, tp_rank: int, pp_rank: int = 0, timeout_s: 
     return None if isinstance(answer, Verdict) else answer.description
 
 
+def agent_of(host: str, port: int, tp_rank: int = 0, pp_rank: int = 0, timeout_s: float = TIMEOUT_S) -> Agent | None:
+    """The agent of a rank; None: there is no such rank. Takes ``timeout_s`` seconds at most, and leaves no socket open.
+
+    Raises ``ConnectionRefusedError`` if nothing listens, ``ZmtpError``, ``ValueError`` or ``RecursionError`` if no side
+    channel answers, else another ``OSError``.
+    """
+    deadline = time.monotonic() + timeout_s
+    with connect(host, port, deadline) as connection:
+        req = Req(connection, deadline, MAX_ANSWER_BYTES)
+        req.greet()
+        parts = req.ask(handshake_query(pp_rank, tp_rank))
+    if parts == [NO_SUCH_RANK]:
+        return None
+    if len(parts) != 2:
+        raise ZmtpError(f"{len(parts)} parts in the answer")
+    return agent_of_handshake(parts[0])
+
+
 def _query(host: str, port: int, tp_rank: int, pp_rank: int, timeout_s: float) -> Agent | Verdict:
     """The agent of a rank. ENDED: there is no such rank, or no engine. UNKNOWN: no answer."""
-    deadline = time.monotonic() + timeout_s
     if not 0 < port < 1 << 16:
         return Verdict.UNKNOWN
     try:
-        connection = connect(host, port, deadline)
+        return agent_of(host, port, tp_rank, pp_rank, timeout_s) or Verdict.ENDED
     except ConnectionRefusedError:
         return Verdict.ENDED
-    except (OSError, ValueError):  # ValueError: no host name
-        return Verdict.UNKNOWN
-    try:
-        with connection:
-            req = Req(connection, deadline, MAX_ANSWER_BYTES)
-            req.greet()
-            parts = req.ask(handshake_query(pp_rank, tp_rank))
-        if parts == [NO_SUCH_RANK]:
-            return Verdict.ENDED
-        return agent_of_handshake(parts[0]) if len(parts) == 2 else Verdict.UNKNOWN
     except (OSError, ZmtpError, ValueError, RecursionError):
         return Verdict.UNKNOWN
 
