@@ -36,15 +36,21 @@ def rate(metric: Metric, matcher: str = "", by: str = "", part: str = "") -> str
     return f"sum by ({by}) ({inner})" if by else f"sum({inner})"
 
 
+def zeroed(value: str, events: str) -> str:
+    """``value``, which is NaN while the rate of its ``events`` is 0, or that 0: Grafana says "No data" for NaN."""
+    return f"{value} >= 0 or {events}"
+
+
 def quantiles(metric: Metric) -> dict[str, str]:
     """The 50th, 90th and 99th percentile of a histogram, by legend."""
-    buckets = rate(metric, by="le", part="_bucket")
-    return {f"p{part}": f"histogram_quantile(0.{part}, {buckets})" for part in (50, 90, 99)}
+    buckets, events = rate(metric, by="le", part="_bucket"), rate(metric, part="_count")
+    return {f"p{part}": zeroed(f"histogram_quantile(0.{part}, {buckets})", events) for part in (50, 90, 99)}
 
 
 def mean(metric: Metric) -> str:
     """The mean of a histogram."""
-    return f"{rate(metric, part='_sum')} / {rate(metric, part='_count')}"
+    events = rate(metric, part="_count")
+    return zeroed(f"{rate(metric, part='_sum')} / {events}", events)
 
 
 def levels(*metrics: Metric) -> dict[str, str]:
@@ -56,33 +62,83 @@ def levels(*metrics: Metric) -> dict[str, str]:
 def share(metric: Metric, value: str, of: Sequence[str]) -> str:
     """The share, 0 to 1, of one label value among the label values ``of``."""
     some, known = f'{metric.label}="{value}"', f'{metric.label}=~"{"|".join(of)}"'
-    return f"{rate(metric, some)} / {rate(metric, known)}"
+    return zeroed(f"{rate(metric, some)} / {rate(metric, known)}", rate(metric, known))
 
 
+def first_token_times() -> str:
+    """The 90th percentile of vLLM's time to first token, by engine."""
+    buckets, events = (
+        f"sum by ({labels}) (rate({TTFT}{part}{{{HERE}}}[$__rate_interval]))"
+        for part, labels in (("_bucket", "le, instance"), ("_count", "instance"))
+    )
+    return zeroed(f"histogram_quantile(0.9, {buckets})", events)
+
+
+def by_engine(gauge: str, of_its_ranks: str = "sum") -> str:
+    """One of vLLM's gauges, by engine: the sum of its data-parallel ranks, or their ``max``."""
+    return f"{of_its_ranks} by (instance) ({gauge}{{{HERE}}})"
+
+
+TTFT = "vllm:time_to_first_token_seconds"
+VLLMS = RUNNING, WAITING, USED = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+"""vLLM's own gauges that panels show."""
 COMPLETED = ("layerwise", "whole", "fallback", "late_registration")
 ROWS: Mapping[str, tuple[Panel, ...]] = {
-    "Prefill: pushes": (
-        Panel("Pushes by outcome", "reqps", {"{{outcome}}": rate(catalog.PUSHES, by="outcome")}, stacked=True),
+    "First look": (
         Panel(
-            "Pushed by layer",
-            "percentunit",
-            {"of completed pushes": share(catalog.PUSHES, "layerwise", COMPLETED)},
-            "Share of completed pushes that overlap with prefill.",
+            "Engines",
+            "short",
+            {"engines": f"count({catalog.RANKS.exposed_name}{{{HERE}}})"} | levels(catalog.RANKS),
+            "Fewer than you have started: one is down, or Prometheus cannot reach it.",
         ),
-        Panel("Fallbacks by reason", "reqps", {"{{reason}}": rate(catalog.FALLBACKS, by="reason")}, stacked=True),
-        Panel("Exposed time", "s", quantiles(catalog.EXPOSED), catalog.EXPOSED.meaning),
-        Panel("Transfer time", "s", quantiles(catalog.TRANSFER), catalog.TRANSFER.meaning),
         Panel(
-            "Layers hooked",
-            "percentunit",
-            {"of all layers": share(catalog.LAYERS_READY, "hooked", ("hooked", "swept"))},
-            "Other layers are swept at the end of a step, without overlap within the step.",
+            "Failures",
+            "reqps",
+            {
+                "pushes": rate(catalog.PUSHES, 'outcome="failed"'),
+                "loads": rate(catalog.LOADS, 'outcome=~"failed|parked|refused"'),
+            },
+            "The engines' logs have the reasons.",
+        ),
+        Panel(
+            "Time to first token",
+            "s",
+            {"{{instance}}": first_token_times()},
+            "vLLM's, 90th percentile. That of a D is from its request to its first token. 0 without requests.",
+        ),
+        Panel(
+            "Requests",
+            "short",
+            {"{{instance}} running": by_engine(RUNNING), "{{instance}} waiting": by_engine(WAITING)},
+            "vLLM's. Many that wait: that engine is the bottleneck.",
+        ),
+        Panel(
+            "KV cache in use", "percentunit", {"{{instance}}": by_engine(USED, "max")}, "vLLM's share of the blocks."
         ),
         Panel(
             "Waiting for each other",
             "short",
             levels(catalog.ACTIVE_PUSHES, catalog.UNCLAIMED_PUSHES, catalog.PENDING_REGISTRATIONS),
             "Unclaimed: P waits for D. Pending registrations: D waits for P.",
+        ),
+        Panel(
+            "Pushed by layer",
+            "percentunit",
+            {"of completed pushes": share(catalog.PUSHES, "layerwise", COMPLETED)},
+            "Share of completed pushes that overlap with prefill. 0 without pushes.",
+        ),
+        Panel("Exposed time", "s", quantiles(catalog.EXPOSED), catalog.EXPOSED.meaning),
+        Panel("Pushed", "Bps", {"bytes": rate(catalog.WRITE_BYTES, part="_sum")}),
+    ),
+    "Prefill: pushes": (
+        Panel("Pushes by outcome", "reqps", {"{{outcome}}": rate(catalog.PUSHES, by="outcome")}, stacked=True),
+        Panel("Fallbacks by reason", "reqps", {"{{reason}}": rate(catalog.FALLBACKS, by="reason")}, stacked=True),
+        Panel("Transfer time", "s", quantiles(catalog.TRANSFER), catalog.TRANSFER.meaning),
+        Panel(
+            "Layers hooked",
+            "percentunit",
+            {"of all layers": share(catalog.LAYERS_READY, "hooked", ("hooked", "swept"))},
+            "Other layers are swept at the end of a step, without overlap within the step. 0 without pushes.",
         ),
     ),
     "Prefill: other connectors": (
@@ -102,7 +158,6 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
         ),
     ),
     "Prefill: WRITEs": (
-        Panel("Pushed", "Bps", {"bytes": rate(catalog.WRITE_BYTES, part="_sum")}),
         Panel(
             "WRITEs",
             "wps",

@@ -32,14 +32,11 @@ from tests.e2e.proxyrig import MODEL, SHAPE, get, until
 from tests.e2e.servedrig import Served, scrape, served, wait_for
 from tests.metrics_named import ALERTS, DASHBOARD, expressions, unknown_names
 from tests.support.ports import PROMETHEUS_PORTS
+from tests.support.prometheus import PROGRAMS, programs
 
-ROOT = Path(__file__).parents[2]
-PROGRAMS = ROOT / "build/prometheus/usr/bin"
 SCRAPED, TOKENS = 3, 400
 ENGINES_LABELS = {"prefill": {}, "decode": {"namespace": "inference", "pod": "decode-0"}}
 """D has labels as from the Prometheus Operator. P lacks them."""
-NOT_HERE = 3
-"""The exit status of `scripts/prometheus` where apt-get has no such package."""
 patient = pytest.mark.timeout(900)
 every_number = pytest.mark.parametrize(
     "servers", [1, pytest.param(2, marks=pytest.mark.exhaustive)], ids="API servers: {}".format, indirect=True
@@ -131,10 +128,7 @@ def prometheus(scratch: Path, engines: Served) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def scraped(servers: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     """Both engines have been scraped before and after ``SCRAPED`` pushes."""
-    done = subprocess.run([ROOT / "scripts" / "prometheus"], capture_output=True, text=True, check=False)
-    if done.returncode == NOT_HERE:
-        pytest.skip(f"there is no Prometheus here: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
+    programs()
     with prometheus(tmp_path_factory.mktemp("prometheus"), servers) as url:
         running = Scraped(servers, url)
         until(lambda: running.value("count(vllm:layerpush_ranks)") == 2, "both engines are scraped")
