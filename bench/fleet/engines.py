@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from bench.fleet.presets import BLOCK_TOKENS, CHUNK_TOKENS, LEASE_S, PATIENCE_S
+from bench.fleet.presets import LEASE_S, PATIENCE_S
 from bench.fleet.worker import Worker
 from layerpush.core.first_token import Sampled
 from layerpush.core.load_news import LoadCleared, LoadParked
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from bench.fleet.fleet import Fleet, Request
 
 SAMPLING = "greedy"
-STEP_GAP_S = 1e-3
-"""Between two steps of P."""
 
 
 class Turn(Protocol):
@@ -39,14 +37,14 @@ class Turn(Protocol):
 class PrefixCache:
     """The longest prefix of each conversation. It has its own memory, of ``tokens``, and forgets the oldest."""
 
-    def __init__(self, tokens: int) -> None:
-        self._room = tokens
+    def __init__(self, tokens: int, block_tokens: int) -> None:
+        self._room, self._block_tokens = tokens, block_tokens
         self._kept: OrderedDict[int, int] = OrderedDict()
 
     def found(self, request: Turn) -> int:
         """Tokens of the request's prompt, in whole blocks and without its last token."""
         tokens = min(self._kept.get(request.conversation, 0), request.prefix, request.tokens - 1)
-        return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        return tokens // self._block_tokens * self._block_tokens
 
     def keep(self, request: Turn) -> None:
         self._room += self._kept.pop(request.conversation, 0) - request.tokens
@@ -64,7 +62,7 @@ class Engine:
         self.fleet, self.engine_id, self.is_alive = fleet, engine_id, True
         self.name = f"{engine_id}#{life}"
         self.worker = Worker(self, self.name, fleet.mode, fleet.blocks)
-        self.cache = fleet.prefixes(engine_id) if life == 0 else PrefixCache(fleet.kv_tokens)
+        self.cache = fleet.prefixes(engine_id) if life == 0 else fleet.empty_cache()
         self.load = 0
         """Tokens of the requests that are here."""
         self.free = deque(range(1, fleet.blocks[not self.is_prefill]))
@@ -79,7 +77,7 @@ class Engine:
 
     def take(self, request: Request, tokens: int) -> list[int] | None:
         """Blocks for so many tokens; None if too few are free."""
-        count = -(-tokens // BLOCK_TOKENS)
+        count = -(-tokens // self.fleet.model.block_tokens)
         if count > len(self.free):
             return None
         blocks = [self.free.popleft() for _ in range(count)]
@@ -119,12 +117,11 @@ class Prompt:
 
     request: Request
     request_id: str
-    progress: PromptProgress = field(init=False)
+    progress: PromptProgress
     blocks: list[int] | None = None
     computed: int = 0
 
     def __post_init__(self) -> None:
-        self.progress = PromptProgress(self.request_id, (BLOCK_TOKENS,))
         self._name = self.request.name
 
     @property
@@ -134,7 +131,7 @@ class Prompt:
 
 
 class PrefillEngine(Engine):
-    """First come, first served; a step has up to ``CHUNK_TOKENS`` tokens, of several prompts if they are short."""
+    """First come, first served; a step has tokens of several prompts if they are short."""
 
     is_prefill = True
 
@@ -148,7 +145,8 @@ class PrefillEngine(Engine):
         self._runs = False
 
     def submit(self, request: Request) -> None:
-        prompt = Prompt(request, self.fleet.new_id(request))
+        name = self.fleet.new_id(request)
+        prompt = Prompt(request, name, PromptProgress(name, (self.fleet.model.block_tokens,)))
         self._prompts.append(prompt)
         self._arrived.append(Arrived(prompt.request_id, None, request.name))
         self.load += request.tokens
@@ -160,7 +158,7 @@ class PrefillEngine(Engine):
         if self._arrived:
             claims.requests_arrived(self._arrived)
             self._arrived = []
-        chunks, seconds, left = list[ChunkPlan](), 0.0, CHUNK_TOKENS
+        chunks, seconds, left = list[ChunkPlan](), 0.0, self.fleet.model.chunk_tokens
         claims.short_of_blocks = False
         for prompt in self._prompts:
             request = prompt.request
@@ -195,7 +193,7 @@ class PrefillEngine(Engine):
             self.after(every, partial(self._layer, number + 1, every))
             return
         steps.sweep()
-        self.after(STEP_GAP_S, self._step_ended)
+        self.after(self.fleet.model.step_gap_s, self._step_ended)
 
     def _step_ended(self) -> None:
         while self._prompts and self._prompts[0].computed == self._prompts[0].request.tokens:

@@ -1,6 +1,6 @@
 """The network: WRITEs as flows that share links, notifications, the death of processes.
 
-A WRITE takes ``WRITE_S`` and ``DESCRIPTOR_S`` for each descriptor, and then moves its bytes. WRITEs between two
+A WRITE takes ``write_s`` and ``DESCRIPTOR_S`` for each descriptor, and then moves its bytes. WRITEs between two
 processes move one after the other, as on a queue pair. A flow crosses the sender's card, the uplink of its rack, the
 downlink of D's rack and D's card. A rack's links have the sum of its cards' bandwidths, divided by the
 oversubscription. Flows share links by max-min fairness (progressive filling: Bertsekas and Gallager, Data Networks,
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bench.fleet.clock import Clock
-from bench.fleet.presets import CONTACT_BYTES, DESCRIPTOR_S, LOST_S, MESSAGE_S, WRITE_S
+from bench.fleet.presets import CONTACT_BYTES, DESCRIPTOR_S, LOST_S, MESSAGE_S
 from layerpush.core.wire import read
 from layerpush.transport.base import DescriptorIds, PeerLostError, Route, TransportError, WriteHandle, WriteState
 
@@ -63,8 +63,8 @@ class Flow:
 class Fabric:
     """``links`` of an engine are its host's: they stay when the engine is restarted."""
 
-    def __init__(self, clock: Clock, card: float, block_bytes: int) -> None:
-        self.clock, self.card, self.block_bytes = clock, card, block_bytes
+    def __init__(self, clock: Clock, write_s: float, block_bytes: int) -> None:
+        self.clock, self.write_s, self.block_bytes = clock, write_s, block_bytes
         self.endpoints: dict[str, Endpoint] = {}
         self.messages: Counter[str] = Counter()
         self.message_bytes: Counter[str] = Counter()
@@ -95,7 +95,7 @@ class Fabric:
             self._begin(flow)
 
     def _begin(self, flow: Flow) -> None:
-        self.clock.after(WRITE_S + DESCRIPTOR_S * len(flow.local), partial(self._move, flow))
+        self.clock.after(self.write_s + DESCRIPTOR_S * len(flow.local), partial(self._move, flow))
 
     def _move(self, flow: Flow) -> None:
         if flow in flow.source.queues.get(flow.target.name, ()):

@@ -15,7 +15,7 @@ import itertools
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
@@ -27,7 +27,7 @@ from bench.fleet.arrivals import TRACES, Arrival, arrivals
 from bench.fleet.clock import Clock
 from bench.fleet.engines import DecodeEngine, Engine, PrefillEngine, PrefixCache
 from bench.fleet.fabric import BrokenRuleError, Endpoint, Fabric, Link
-from bench.fleet.presets import BLOCK_TOKENS, MODELS, PATIENCE_S, RACK
+from bench.fleet.presets import MODELS, PATIENCE_S, RACK, WRITE_S, Model
 from bench.fleet.worker import Worker
 from bench.rank import Defects
 from layerpush.core.push_mode import PushMode
@@ -41,9 +41,10 @@ HISTORY_S = 600.0
 @dataclass(frozen=True)
 class Plan:
     """``load`` is the share of P's time that prefill takes, caches left out. Requests come for ``seconds``; those of
-    the first ``warm_up`` do not count. ``card`` in bytes a second. ``oversubscription`` of a rack's links; 1: none.
-    ``restart_at``: all engines die, and start again ``down_s`` later. ``deaths``: engines that do so at random times.
-    ``answer``: tokens of each answer, None: the trace's; ``kv_tokens``: of each KV cache, None: the model's.
+    the first ``warm_up`` do not count. ``card`` in bytes a second, ``write_s`` of a WRITE of any size.
+    ``oversubscription`` of a rack's links; 1: none. ``restart_at``: all engines die, and start again ``down_s`` later.
+    ``deaths``: engines that do so at random times. ``answer``: tokens of each answer, None: the trace's;
+    ``kv_tokens``: of each KV cache, None: the model's.
     """
 
     prefill: int = 4
@@ -55,6 +56,7 @@ class Plan:
     seconds: float = 60.0
     warm_up: float = 10.0
     card: float = 12.5e9
+    write_s: float = WRITE_S
     oversubscription: float = 1.0
     router: str = "least_loaded"
     restart_at: float | None = None
@@ -102,13 +104,15 @@ class Outcome:
 
 
 class Fleet:
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.model, self.mode = plan, MODELS[plan.model], plan.mode
+    """``model`` and ``turns``: None for the plan's model and for draws from its trace."""
+
+    def __init__(self, plan: Plan, model: Model | None = None, turns: Iterable[Arrival] | None = None) -> None:
+        self.plan, self.model, self.mode, self.turns = plan, model or MODELS[plan.model], plan.mode, turns
         self.kv_tokens = plan.kv_tokens or self.model.kv_tokens
         self.clock, self.draw, self.outcome = Clock(), random.Random(plan.seed), Outcome()
         self.began = self.clock.now
-        self.fabric = Fabric(self.clock, plan.card, self.model.token_bytes * BLOCK_TOKENS)
-        self.blocks = (self.kv_tokens // BLOCK_TOKENS,) * 2
+        self.fabric = Fabric(self.clock, plan.write_s, self.model.token_bytes * self.model.block_tokens)
+        self.blocks = (self.kv_tokens // self.model.block_tokens,) * 2
         self.probes = self.most_handshakes = 0
         self.handshake_s: list[float] = []
         self._costs: list[dict[str, Any]] = []
@@ -121,7 +125,7 @@ class Fleet:
         self._sides = [f"P{n}" for n in range(plan.prefill)], [f"D{n}" for n in range(plan.decode)]
         self._racks: dict[tuple[str, int], Link] = {}
         self._paths = {name: self._path(name, number) for side in self._sides for number, name in enumerate(side)}
-        self._caches = {name: PrefixCache(self.kv_tokens) for name in self._paths}
+        self._caches = {name: self.empty_cache() for name in self._paths}
         for name in self._paths:
             self.start(name)
 
@@ -141,6 +145,9 @@ class Fleet:
 
     def prefixes(self, engine_id: str) -> PrefixCache:
         return self._caches[engine_id]
+
+    def empty_cache(self) -> PrefixCache:
+        return PrefixCache(self.kv_tokens, self.model.block_tokens)
 
     def new_id(self, request: Request) -> str:
         """An engine's own id."""
@@ -208,7 +215,8 @@ class Fleet:
             if home.is_alive:
                 return home
         if self.plan.router == "round_robin":
-            return living[next(self._turns) // 2 % len(living)]
+            turn = next(self._turns) // 2 // (1 if names is self._sides[0] else self.plan.prefill)
+            return living[turn % len(living)]
         offset = self.draw.randrange(len(living))
         return min(living[offset:] + living[:offset], key=lambda engine: engine.load)
 
@@ -235,7 +243,7 @@ class Fleet:
     def run(self) -> dict[str, Any]:
         """Run the plan, and check the rules. Returns the figures. Raises ``BrokenRuleError``."""
         plan = self.plan
-        for turn in self._arrivals():
+        for turn in self._arrivals() if self.turns is None else self.turns:
             if turn.at >= 0:
                 self.clock.after(turn.at, partial(self._arrive, turn))
             else:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from bench.fleet.arrivals import TRACES
 from bench.fleet.presets import MODELS
 from bench.fleet.studies import chosen
-from bench.markdown import Result, number_table
+from bench.markdown import Result, conditions, number_table
 
 Cell = Mapping[str, Any]
+SIDES = ("engines", "simulated")
 
 
 def load_table(result: Result) -> str:
@@ -65,6 +68,24 @@ def scale_table(result: Result) -> str:
     return number_table(headings, rows)
 
 
+def validation_table(result: Result) -> str:
+    """Real engines beside the simulation, with the ratio of simulated to real."""
+    headings: tuple[str, ...] = ("requests", "mode")
+    for what in ("exposed", "TTFT"):
+        headings += (f"{what} p50: engines", "simulated", "p90: engines", "simulated")
+    rows = []
+    for cell in sorted(result["cells"], key=lambda each: each["requests"], reverse=True):
+        times = []
+        for what in ("exposed_s", "ttft_s"):
+            for share in (50, 90):
+                real, simulated = (1e3 * float(np.percentile(cell[side][what], share)) for side in SIDES)
+                times += [f"{real:.1f} ms", f"{simulated:.1f} ms ({simulated / real:.2f})"]
+        rows.append((cell["requests"], f"`{cell['mode']}`", *times))
+    said = f"{result['settings']['requests']} requests in each mode, at a load of {result['settings']['load']:g}."
+    busy = f"Of the two cores {result['busy_cores'] / 2:.0%} were busy."
+    return f"{number_table(headings, rows, 2)}\n\n{said} {busy} {conditions(result, result['settings']['rate'])}"
+
+
 def _steady(name: str, digits: int = 0) -> Callable[[Cell], str]:
     return lambda cell: f"{cell['costs'][0][name]:,.{digits}f}"
 
@@ -86,6 +107,7 @@ COSTS: Mapping[str, Callable[[Cell], str]] = {
     "requests": lambda cell: f"{cell['requests']:,}",
     "messages a second": lambda cell: f"{sum(cell['costs'][0]['messages_per_s'].values()):,.0f}",
     "of an engine": _each,
+    "of these registrations": _kinds("Registration"),
     "of these pings and pongs": _kinds("Ping", "Pong"),
     "bytes of messages a second": _steady("message_bytes_per_s"),
     "handshakes in 10 s": _steady("handshakes"),

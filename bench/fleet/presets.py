@@ -13,7 +13,8 @@ class Model:
 
     ``token_bytes`` is the KV of a token in one of the ``layers``. A step takes ``token_s`` for each token, and
     ``attention_s`` for each token and each token before it. ``decode_s`` is a decode engine's step, ``kv_tokens`` the
-    size of a KV cache.
+    size of a KV cache. A prefill step has up to ``chunk_tokens`` tokens: ``max_num_batched_tokens``. The next one
+    begins ``step_gap_s`` later.
     """
 
     about: str
@@ -23,6 +24,9 @@ class Model:
     attention_s: float
     decode_s: float
     kv_tokens: int
+    chunk_tokens: int = 8192
+    block_tokens: int = 64
+    step_gap_s: float = 1e-3
 
     def seconds(self, start: int, end: int) -> float:
         """Of a step that computes tokens ``[start, end)`` of a prompt."""
@@ -37,9 +41,6 @@ MODELS = {
 token before it. ``kv_tokens``: 52 and 41 GB of a GPU.
 """
 
-CHUNK_TOKENS = 8192
-"""Tokens of a prefill step: ``max_num_batched_tokens``."""
-BLOCK_TOKENS = 64
 WRITE_S, DESCRIPTOR_S = Wire.write_s, Wire.descriptor_s
 """A WRITE of any size, and each of its descriptors: a block of a layer."""
 MESSAGE_S = 10e-6
@@ -58,5 +59,7 @@ LEASE_S = 30.0
 """For which P keeps a computed prompt that D does not ask for any more."""
 PATIENCE_S = 120.0
 """After which D gives a load up."""
+LAYER_TOKEN_S = 62.5e-6
+"""A token in a layer of the real P of ``bench.fleet.validation``."""
 RACK = 8
 """Engines of a rack. P and D are in different racks."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from bench.fleet.presets import ANSWER_S, BLOCK_TOKENS, CONNECT_S, MESSAGE_S, WAKE_S
+from bench.fleet.presets import ANSWER_S, CONNECT_S, MESSAGE_S, WAKE_S
 from bench.rank import Rank
 from layerpush.core.layout import CacheLayout, LayerSlots, Region, descriptor_ids, descriptor_offsets
 from layerpush.core.liveness import Verdict
@@ -98,7 +98,7 @@ class Worker:
         self._whole: dict[int, Registration] = {}
         self._listens_from = self._connects_from = self._probes_from = 0.0
         self._draw = random.Random(name)
-        size = model.token_bytes * BLOCK_TOKENS
+        size = model.token_bytes * model.block_tokens
         self._layers = tuple(LayerSlots(f"layers.{layer}", 0, (layer,)) for layer in range(model.layers))
         layout = CacheLayout(self._layers, tuple(Region(layer << 40, size, own) for layer in range(model.layers)))
         delay = partial(self._draw.uniform, 0.0, PING_EVERY_S)

@@ -45,12 +45,13 @@ class Host:
 class Link:
     """``with Link("2gbit") as link:`` gives ``link.prefill`` and ``link.decode``; both ends are gone afterwards.
 
-    Needs root and iproute2, else ``LinkError``. The rate is written as ``tc`` takes it: 10gbit, 500mbit. Stop the
-    servers before leaving the block: a namespace lives as long as a process in it.
+    Needs root and iproute2, else ``LinkError``. The rate is written as ``tc`` takes it: 10gbit, 500mbit. After a
+    rest ``burst`` bytes pass at once. Stop the servers before leaving the block: a namespace lives as long as a process
+    in it.
     """
 
-    def __init__(self, rate: str) -> None:
-        self.rate = rate
+    def __init__(self, rate: str, burst: str = BURST) -> None:
+        self.rate, self.burst = rate, burst
         self._prefill, self._decode = _host("p", 1), _host("d", 2)
         self._undo: list[tuple[str, ...]] = []
 
@@ -97,7 +98,7 @@ class Link:
             _run(*inside, "addr", "add", f"{host.data_address}/24", "dev", host.data_device)
             for device in ("lo", host.control_device, host.data_device):
                 _run(*inside, "link", "set", device, "up")
-            shape = ("root", "tbf", "rate", self.rate, "burst", BURST, "latency", LATENCY)
+            shape = ("root", "tbf", "rate", self.rate, "burst", self.burst, "latency", LATENCY)
             _run("tc", "-n", host.namespace, "qdisc", "add", "dev", host.data_device, *shape)
 
     def _make(self, *command: str, undo: tuple[str, ...]) -> None:

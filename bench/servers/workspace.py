@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench.servers.engines import LOOPBACK, Place
 from bench.servers.interrupts import Interrupts
-from bench.servers.link import Link
+from bench.servers.link import BURST, Link
 
 
 @contextlib.contextmanager
@@ -25,14 +25,14 @@ def work_directory(keep: Path | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def places_of(rate: str | None, interrupts: Interrupts) -> Iterator[tuple[Place, Place]]:
+def places_of(rate: str | None, interrupts: Interrupts, burst: str = BURST) -> Iterator[tuple[Place, Place]]:
     """The places of P and D: loopback, or the two ends of an emulated link. Raises ``LinkError``."""
     if rate is None:
         yield LOOPBACK, LOOPBACK
         return
     with contextlib.ExitStack() as stack:
         with interrupts.shield():
-            link = stack.enter_context(Link(rate))
+            link = stack.enter_context(Link(rate, burst))
         yield link.prefill, link.decode
 
 

@@ -72,6 +72,20 @@ def test_blocks_arrive_byte_for_byte_by_gathered_writes(tmp_path: Path) -> None:
     assert {name for taken in cell["modes"]["layer"]["raw"]["plans"] for name in taken} >= {"gathered"}
 
 
+def test_a_paged_table_goes_every_way(tmp_path: Path) -> None:
+    out = tmp_path / "paged.json"
+    process = start("bench.paged", "--links", "shm", "--kib", "256,1024", "--rounds", "2", "--out", str(out))
+    said, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    rows = json.loads(out.read_text())["rows"]
+    descriptors = {(row["way"], row["descriptor_bytes"] >> 10): row["descriptors"] for row in rows}
+    assert len(descriptors) == len(rows) == 10
+    for kib in (256, 1024):
+        assert descriptors["direct", kib] == descriptors["SGL", kib] == (64 << 10) // kib
+    assert {row["writes"] for row in rows} == {1}
+    assert all(row["share"]["ratio"] > 0 for row in rows)
+
+
 def test_a_wrong_byte_ends_the_benchmark_without_a_result(tmp_path: Path) -> None:
     process = start(
         *f"{FORWARD} --ids random".split(), "--rounds", "2", "--corrupt", "--out", str(tmp_path / "result.json")

@@ -1,0 +1,45 @@
+"""The speeds that the simulation gets from engines. Here simulated engines with known speeds play the real ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.fleet.arrivals import Arrival
+from bench.fleet.fleet import Fleet
+from bench.fleet.validation import ALONE, ANSWER_TOKENS, MODES, Sample, Speeds, speeds
+from bench.servers.load import Answer
+from layerpush.core.push_mode import PushMode
+from layerpush.telemetry.trace_file import TraceFile
+from layerpush.telemetry.trace_records import PushRecord
+
+KNOWN = Speeds(token_s=500e-6, step_gap_s=5e-3, link=45e6, write_s=2e-3, decode_s=10e-3, other_s=40e-3)
+
+
+def alone(mode: PushMode, patch: pytest.MonkeyPatch) -> list[Sample]:
+    """One request at a time, of each length."""
+    pushes: list[PushRecord] = []
+    patch.setattr(TraceFile, "enabled", True)  # records have their WRITEs
+    patch.setattr(Fleet, "push_ended", lambda self, record: pushes.append(record))
+    found = []
+    for tokens in ALONE:
+        simulated = KNOWN.simulate(mode, [Arrival(0.0, 1, tokens, ANSWER_TOKENS, 0)], 0.0)
+        answer = Answer("r", (), 0.0, simulated["ttft_s"][0])
+        ended_at = answer.first_token_at + (ANSWER_TOKENS - 1) * KNOWN.decode_s
+        found.append(Sample(0.0, mode, tokens, answer, ended_at, pushes.pop()))
+    patch.undo()
+    return found
+
+
+def test_speeds_of_single_requests_are_those_of_their_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = speeds([sample for mode in MODES for sample in alone(mode, monkeypatch)])
+    assert found == replace(
+        KNOWN,
+        token_s=pytest.approx(KNOWN.token_s, rel=0.01),
+        step_gap_s=pytest.approx(KNOWN.step_gap_s, rel=0.1),
+        link=pytest.approx(KNOWN.link, rel=0.02),
+        write_s=pytest.approx(KNOWN.write_s, abs=1e-3),
+        decode_s=pytest.approx(KNOWN.decode_s),
+        other_s=pytest.approx(KNOWN.other_s, abs=15e-3),
+    )
