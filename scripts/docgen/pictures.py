@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 HASH_SALT = "layerpush"
 PANEL_INCHES = (5.2, 3.9)
 LOW = (5.2, 2.4)
+TIMES = {"exposed_s": "exposed", "ttft_s": "TTFT"}
 COLOURS = {"auto": "#b0127b", "layer": "#d9541e", "chunk": "#f2b134", "request": "#4c9fd4", "token": "#b0127b"}
 MARKERS = "os^vD"
 AS_INSTALLED = "as installed"
@@ -214,20 +215,29 @@ def verified(path: Path) -> None:
 
 
 def fleet_load(path: Path) -> None:
-    """Exposed time of each mode against oversubscription: a panel for each load."""
+    """Exposed time and TTFT of each mode against oversubscription: a column for each load."""
     cells = _result("fleet.json")["studies"]["load"]
     loads = sorted({cell["plan"]["load"] for cell in cells})
-    with _figure(1, len(loads), path, "Exposed time by oversubscription, eight P and eight D") as grid:
-        for panel, load in zip(grid[0], loads, strict=True):
-            _by_mode(panel, chosen(cells, load=load), "oversubscription", "oversubscription")
-            panel.set_title(f"load {load:g}", loc="left", fontsize="medium")
+    with _figure(2, len(loads), path, "Oversubscription, eight P and eight D") as grid:
+        for row, time in zip(grid, TIMES, strict=True):
+            for panel, load in zip(row, loads, strict=True):
+                _lines(panel, chosen(cells, load=load), "mode", "oversubscription", time)
+                panel.set_title(f"load {load:g}", loc="left", fontsize="medium")
 
 
 def fleet_incast(path: Path) -> None:
     """Exposed time of each mode against the number of P that push into one D."""
     cells = _result("fleet.json")["studies"]["incast"]
     with _figure(1, 1, path, "Several P push into one D") as grid:
-        _by_mode(grid[0][0], cells, "prefill", "prefill engines")
+        _lines(grid[0][0], cells, "mode", "prefill", "exposed_s")
+
+
+def fleet_ratio(path: Path) -> None:
+    """Exposed time and TTFT of each trace against the number of P for one D."""
+    cells = _result("fleet.json")["studies"]["ratio"]
+    with _figure(1, len(TIMES), path, "Several P for one D") as grid:
+        for panel, time in zip(grid[0], TIMES, strict=True):
+            _lines(panel, cells, "trace", "prefill", time)
 
 
 def fleet_restart(path: Path) -> None:
@@ -261,6 +271,7 @@ PICTURES: Mapping[Path, Callable[[Path], None]] = {
     ROOT / "docs/verify.svg": verified,
     ROOT / "docs/fleet-load.svg": fleet_load,
     ROOT / "docs/fleet-incast.svg": fleet_incast,
+    ROOT / "docs/fleet-ratio.svg": fleet_ratio,
     ROOT / "docs/fleet-restart.svg": fleet_restart,
     ROOT / "docs/estimate.svg": estimate,
 }
@@ -320,14 +331,16 @@ def _bars(panel: Any, places: Sequence[str], series: Mapping[str, Sequence[Seque
     panel.legend(fontsize="small")
 
 
-def _by_mode(panel: Any, cells: Sequence[Mapping[str, Any]], what: str, label: str) -> None:
-    """Medians as lines, the 99th percentile dashed; both axes are logarithmic."""
-    values = sorted({cell["plan"][what] for cell in cells})
-    for mode in dict.fromkeys(cell["plan"]["mode"] for cell in cells):
+def _lines(panel: Any, cells: Sequence[Mapping[str, Any]], by: str, over: str, time: str) -> None:
+    """A line for each value ``by``, over another one: medians, and the 99th percentile dashed. Logarithmic axes."""
+    values = sorted({cell["plan"][over] for cell in cells})
+    names = list(dict.fromkeys(cell["plan"][by] for cell in cells))
+    for name, colour in zip(names, map(COLOURS.get, names, COLOURS.values()), strict=True):
         for share, style in (("p50", "o-"), ("p99", "o--")):
-            heights = [1e3 * cell["exposed_s"][share] for cell in chosen(cells, mode=mode)]
-            panel.plot(values, heights, style, color=COLOURS[mode], label=f"{mode}, {share}", ms=4, lw=1.4)
-    panel.set(xlabel=label, ylabel="exposed, milliseconds", xscale="log", yscale="log")
+            heights = [1e3 * cell[time][share] for cell in chosen(cells, **{by: name})]
+            panel.plot(values, heights, style, color=colour, label=f"{name}, {share}", ms=4, lw=1.4)
+    label = {"prefill": "prefill engines"}.get(over, over)
+    panel.set(xlabel=label, ylabel=f"{TIMES[time]}, milliseconds", xscale="log", yscale="log")
     _plain_axis(panel, values)
     _finish(panel)
 
