@@ -103,9 +103,9 @@ class IdleConnections:
 
     def _drop(self, engine_id: str, reason: str) -> None:
         """If WRITEs are on their way over the connection, ``Connections`` drops it later."""
+        logger.info("layerpush: the idle connection to engine %s is dropped: %s", engine_id, reason)
         if self._connections.forget(engine_id):
             self._unwatch(engine_id)
-        logger.info("layerpush: the idle connection to engine %s is dropped: %s", engine_id, reason)
 
     def _unwatch(self, engine_id: str) -> None:
         self._watch.release_agents(engine_id, self._idle.pop(engine_id))
