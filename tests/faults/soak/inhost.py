@@ -131,8 +131,7 @@ def _wake_for_turns(host: HostedEngine) -> None:
     from layerpush.compat.patches import our_connectors
 
     for connector, _ in our_connectors(host.scheduler.connector):
-        if len(connector.connector_scheduler._kept_turns):
-            connector.connector_scheduler._step_is_due = True
+        connector.connector_scheduler._step_is_due = True
 
 
 def awaited(roots: Mapping[str, Any]) -> Iterator[str]:
