@@ -28,7 +28,7 @@ SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES", "NIXL_UCX_SGL_ENABLE")
 """Variables of UCX, and of NIXL's UCX backend, that are shown."""
 EXTRAS = "in a checkout of layerpush: pip install '.[cuda]' on a GPU machine, '.[cpu]' elsewhere"
 PROBE_TIMEOUT_S = 60
-TRANSFER_CONFIG = "KV transfer config"
+TRANSFER_CONFIG = "configuration"
 
 # Runs in a process of its own, as the check of torch's companions does: a bad UCX setting may hang or kill it.
 _NIXL_PROBE = """

@@ -81,8 +81,10 @@ def test_doctor_checks_a_configuration_first_and_a_peer_last(
     monkeypatch.setattr(doctor, "check_transfer_config", check)
     monkeypatch.setattr(doctor, "check_peer", check)
     result = runner.invoke(app, ["doctor", "--kv-transfer-config", "{}", "--peer", text])
-    names = [line[6:24].strip() for line in result.stdout.splitlines()[:3]]
-    assert names == ["KV transfer config", "machine", "peer"]
+    lines = result.stdout.splitlines()[:3]
+    assert [line[6:24].strip() for line in lines] == ["configuration", "machine", "peer"]
+    assert [line[24:] for line in lines] == ["fine"] * 3
+    assert {line[23] for line in lines} == {" "}, "a gap between a name and its finding"
     assert asked == [("{}",), (), (host, 5600, "{}")]
 
 
