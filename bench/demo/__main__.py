@@ -131,16 +131,17 @@ async def _measure(
     async with aiohttp.ClientSession() as session:
         with display.counting("P and D, each without a transfer: the expected tokens", max(2, len(prompts))) as on_done:
             expected = await expected_tokens(session, (p, d), prompts, ANSWER_TOKENS, on_done)
-        warm_up = prompts[0][:TOKENS_PER_STEP]  # the handshake
-        await complete_disaggregated(session, p, d, warm_up, ANSWER_TOKENS)
+        short = prompts[0][:TOKENS_PER_STEP]
+        right = await complete_disaggregated(session, p, d, short, ANSWER_TOKENS)  # after the handshake
         with display.counting(f"P pushes to D, in turn by {', '.join(modes)}", len(prompts) * len(modes)) as on_done:
             answers = await take_turns(session, p, d, modes, prompts, ANSWER_TOKENS, on_done)
         with display.counting("Negative control: one layer is corrupted on its way, and then again with verify", 2):
             # whole pushes are not verified
             wrong = await complete_disaggregated(session, faulty, d, prompts[0], ANSWER_TOKENS, "request")
-            verified = await complete_disaggregated(session, faulty, d, prompts[0], ANSWER_TOKENS, "layer")
+            # of a longer prompt P verifies a part, by chance
+            verified = await complete_disaggregated(session, faulty, d, short, ANSWER_TOKENS, "layer")
     samples = {mode: examine(answers[mode], expected, traces, mode) for mode in modes}
-    return DemoReport(samples, wrong.tokens != expected[0], verified.tokens == expected[0])
+    return DemoReport(samples, wrong.tokens != expected[0], verified.tokens == right.tokens)
 
 
 def _show(console: Console, report: DemoReport, plot: Path, json_file: Path | None) -> int:
