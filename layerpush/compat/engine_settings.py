@@ -72,7 +72,8 @@ def split_at(worker: NixlPushConnectorWorker, vllm_config: VllmConfig) -> float:
 def use_one_thread(vllm_config: VllmConfig) -> None:
     """Set ``num_threads`` to 0 for vLLM, whose default is 4, unless the operator has set it.
 
-    Over TCP, under load, large WRITEs did not end with NIXL's own threads. Nothing confirms their end after a failure.
+    Over TCP, under load, pushes with large WRITEs stood still with NIXL's own threads. The cause is likely these, but
+    that is not proven. Nothing confirms the end of such a WRITE after a failure.
     """
     assert vllm_config.kv_transfer_config is not None
     vllm_config.kv_transfer_config.kv_connector_extra_config.setdefault("num_threads", 0)
