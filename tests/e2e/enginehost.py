@@ -109,11 +109,11 @@ class EngineHost(Logged):
     def stop(self) -> None:
         """Ask, then terminate, then kill the process. It always ends."""
         self.begin_stop()
-        self._process.join(0 if self.broken else 15)
-        for end in (self._process.terminate, self._process.kill):
+        for end, seconds in ((self._process.terminate, 0 if self.broken else 15), (self._process.kill, 10)):
+            self._process.join(seconds)
             if self._process.is_alive():
                 end()
-                self._process.join(10)
+        self._process.join()
         self._pipe.close()
         self._process.close()
 

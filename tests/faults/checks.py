@@ -35,6 +35,8 @@ PAUSE_S = 0.02
 """Between two looks at an engine: a look takes the time of its main thread."""
 LONG_PAUSE_S = 0.1
 """Between two looks of a wait for seconds."""
+ENDED = "(dead|died|gone|ended|lost|restarted|shut|nothing came)"
+"""Why a load failed after P's end. On a busy machine, `peer_timeout_s` can pass before a probe finds the end."""
 SERIOUS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
 VLLM_ECHO = "Skipping KV post-processing for failed request"
 

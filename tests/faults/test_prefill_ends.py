@@ -9,6 +9,7 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt
 from tests.faults import engines
 from tests.faults.checks import (
+    ENDED,
     LogView,
     all_along,
     check_idle_soon,
@@ -141,7 +142,7 @@ def test_p_killed(
         assert p.call(wirefaults.seen, "post:merged")
     p.kill()
     check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
-    log.check_one(d, handoff.request_id, "(dead|died|gone|ended|lost|restarted)")
+    log.check_one(d, handoff.request_id, ENDED)
     check_idle_soon(d)
     if (moment, packing) == ("between WRITEs", "auto"):
         check_serves(fleet.respawn(p, same_id=False), d, reference, seed=306)
@@ -168,7 +169,7 @@ def test_p_restarted_while_d_waits(fleet: Fleet, reference: Reference, log: LogV
     handoff = early(p, d, LENGTH, seed=310)
     successor = restart(fleet, p, same_id=True)
     check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
-    log.check_one(d, handoff.request_id, "(dead|died|gone|ended|lost|restarted)")
+    log.check_one(d, handoff.request_id, ENDED)
     check_serves(successor, d, reference, seed=311)
 
 

@@ -5,6 +5,7 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Reference
 from tests.faults import engines
 from tests.faults.checks import (
+    ENDED,
     LogView,
     check_idle_soon,
     check_load_failed,
@@ -33,7 +34,7 @@ def test_p_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
     p.begin_stop()
     assert p.wait_ended(EXIT_S) == 0
     check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
-    log.check_one(d, handoff.request_id, "(dead|died|gone|ended|lost|restarted|shut)")
+    log.check_one(d, handoff.request_id, ENDED)
     check_idle_soon(d)
     check_serves(fleet.respawn(p, same_id=True), d, reference, seed=391)
 
@@ -51,7 +52,7 @@ def test_p_shuts_down_while_it_computes(fleet: Fleet, reference: Reference, log:
     p.begin_stop()
     assert p.wait_ended(EXIT_S) == 0
     check_load_failed(handoff, reference, timeout=EXIT_S)
-    log.check_one(d, handoff.request_id, "(dead|died|gone|ended|lost|restarted|shut)")
+    log.check_one(d, handoff.request_id, ENDED)
     check_idle_soon(d)
 
 
