@@ -6,8 +6,9 @@ have, and an empty choice. The engine goes on computing. The router asks D, D re
 
 Two processes take part:
 
-- The front end. ``to_sampling_params`` of OpenAI requests notes that a router wants the transfer only.
-  ``AsyncLLM.generate`` then answers, and marks the params for the engine core.
+- The front end. ``to_sampling_params`` of an OpenAI request notes whether its router wants the transfer only; any other
+  program that calls the engine does so by asking for one token. ``AsyncLLM.generate`` then answers, and marks the
+  params for the engine core.
 - The engine core. The router's client can no longer abort P's request, so D's withdrawal has to. P's workers report it
   to the scheduler. ``Scheduler.update_from_output`` then aborts the request, and reports the abort to the front end.
 """
@@ -29,7 +30,7 @@ from layerpush.core.transfer_config import connectors_in
 MARK = "layerpush_early"
 """A key of P's ``kv_transfer_params``: the front end has answered the request. It removes a client's own such key."""
 _ENOUGH = "layerpush_transfer_is_enough"
-"""A key of ``extra_args`` between ``to_sampling_params`` and ``generate``."""
+"""A key of ``extra_args`` from ``to_sampling_params`` to ``generate``; absent if another program calls the engine."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -49,8 +50,10 @@ def answering_early(plain: Callable[..., AsyncGenerator[Any, None]]) -> Callable
         transfer = pushed_params(sampling_params)
         if transfer is not None:
             transfer.pop(MARK, None)  # a client's
-            enough = sampling_params.extra_args.pop(_ENOUGH, False)
-            if enough and not args and _is_short(prompt, sampling_params):
+            enough = sampling_params.extra_args.pop(_ENOUGH, None)
+            if enough is None:
+                enough = _asks_for_one_token(sampling_params)
+            if enough and not args and _is_one_prompt(prompt, sampling_params):
                 if engine not in allowed:
                     allowed[engine] = _allows(engine.vllm_config)
                 if allowed[engine]:
@@ -83,13 +86,13 @@ async def _answer(
 
 
 def marking(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``to_sampling_params`` of an OpenAI request: notes that the router wants the transfer only."""
+    """``to_sampling_params`` of an OpenAI request: notes whether the router wants the transfer only."""
 
     @functools.wraps(plain)
     def to_sampling_params(request: Any, *args: Any, **kwargs: Any) -> Any:
         params = plain(request, *args, **kwargs)
-        if pushed_params(params) is not None and _wants_the_transfer_only(request):
-            params.extra_args[_ENOUGH] = True
+        if pushed_params(params) is not None:
+            params.extra_args[_ENOUGH] = _wants_the_transfer_only(request)
         return params
 
     return to_sampling_params
@@ -105,11 +108,15 @@ def _wants_the_transfer_only(request: Any) -> bool:
     return isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(token, int) for token in prompt))
 
 
-def _is_short(prompt: Any, sampling_params: Any) -> bool:
-    """Whether the engine gets one prompt of tokens, and gives one answer, at the end."""
-    if not isinstance(prompt, dict) or not prompt.get("prompt_token_ids"):
-        return False
-    return bool(sampling_params.n == 1 and sampling_params.output_kind.name == "FINAL_ONLY")
+def _asks_for_one_token(sampling_params: Any) -> bool:
+    """Whether a program that calls the engine itself, as SMG's and Dynamo's do, needs only the answer's params."""
+    more = (sampling_params.logprobs, sampling_params.prompt_logprobs)
+    return sampling_params.max_tokens == 1 and more == (None, None)
+
+
+def _is_one_prompt(prompt: Any, sampling_params: Any) -> bool:
+    """Whether the engine gets one prompt of tokens, for one answer."""
+    return isinstance(prompt, dict) and bool(prompt.get("prompt_token_ids")) and sampling_params.n == 1
 
 
 def _allows(vllm_config: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +16,14 @@ from typing import Any
 import openai
 import pytest
 
-from bench.servers.engines import Engine, EngineGroup
+from bench.servers.engines import Engine, EngineGroup, no_proxy
 from bench.servers.interrupts import Interrupts
+from bench.servers.load import make_prompt
 from bench.servers.ports import PortAllocator
 from tests.e2e.proxyrig import (
+    DEADLINE_S,
     MODEL,
+    SHAPE,
     WORDS,
     ask_and_leave,
     client_of,
@@ -48,6 +53,8 @@ SERIAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Additions of sequential routers to P's body, and their changes in P's params for D."""
+SCALE_OUT = "--enable-scale-out"
+"""P's server has ``/inference/v1/generate``."""
 TOKENS, LONG = 1000, 2000
 patient = pytest.mark.timeout(600)
 
@@ -61,7 +68,7 @@ class Pair:
     prefill: Engine
     decode: Engine
 
-    def right(self, prompt: str) -> str:
+    def right(self, prompt: str | list[int]) -> str:
         alone = GREEDY | {"extra_body": {"ignore_eos": True}}
         return str(client_of(self.prefill.url).completions.create(prompt=prompt, **alone).choices[0].text)
 
@@ -79,7 +86,18 @@ class Pair:
             said = client.completions.create(prompt=prompt, extra_headers=headers, extra_body=extra, **asked)
         return dict(said.to_dict())
 
-    def answer_of_d(self, prompt: str, request_id: str, params: dict[str, Any]) -> str:
+    def tokens_of_p(self, prompt: list[int]) -> dict[str, Any]:
+        """P's answer to a program that asks for one token. vLLM's server calls ``AsyncLLM.generate`` for it with the
+        program's own sampling params, as SMG's and Dynamo's servers do.
+        """
+        sampling = {"max_tokens": 1, "temperature": 0}
+        body = {"token_ids": prompt, "sampling_params": sampling, "kv_transfer_params": TO_P}
+        headers = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{self.prefill.url}/inference/v1/generate", json.dumps(body).encode(), headers)
+        with no_proxy.open(asked, timeout=DEADLINE_S) as response:
+            return dict(json.load(response))
+
+    def answer_of_d(self, prompt: str | list[int], request_id: str, params: dict[str, Any]) -> str:
         extra = {"ignore_eos": True, "kv_transfer_params": params}
         said = client_of(self.decode.url).completions.create(
             prompt=prompt, extra_headers={"X-Request-Id": request_id}, extra_body=extra, **GREEDY
@@ -97,7 +115,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     model, ports = model_with_tokenizer(scratch / "model"), PortAllocator(EARLY_ANSWER_PORTS)
     extra: dict[str, object] = {"answer_early": True, "trace_dir": str(scratch / "trace")}
     with Interrupts() as interrupts, EngineGroup(scratch, interrupts, ports) as group:
-        prefill = group.start(server_spec("prefill", "prefill", model, WORDS, extra=extra))
+        prefill = group.start(server_spec("prefill", "prefill", model, WORDS, SCALE_OUT, extra=extra))
         decode = group.start(server_spec("decode", "decode", model, WORDS))
         group.wait_ready([prefill, decode])
         running = Pair(scratch, ports, prefill, decode)
@@ -126,6 +144,18 @@ def test_p_pushes_by_layer_behind_a_sequential_router(pair: Pair, router: str) -
     assert (params["transfer_mode"], params["remote_block_ids"]) == ("push", [])
     assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("", "length")
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (TOKENS, 0)
+    until(lambda: answered(pair) == before + 1, "it is counted")
+
+
+@patient
+def test_p_pushes_by_layer_for_a_program_that_calls_the_engine_itself(pair: Pair) -> None:
+    before, prompt = answered(pair), make_prompt(TOKENS, 21, SHAPE.vocabulary)
+    answer = pair.tokens_of_p(prompt)
+    assert answer["choices"][0]["token_ids"] == []
+    params = answer["kv_transfer_params"]
+    assert pair.answer_of_d(prompt, str(uuid.uuid4()), params) == pair.right(prompt)
+    push = push_of(pair.trace_dir, params["remote_request_id"])
+    assert (push.mode, push.fallback, push.outcome) == ("auto", None, "completed")
     until(lambda: answered(pair) == before + 1, "it is counted")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from layerpush.compat.early_answer import MARK, _allows, _wants_the_transfer_only, answering_early
+from layerpush.compat.early_answer import _ENOUGH, MARK, _allows, _wants_the_transfer_only, answering_early
 
 NAME = "LayerwisePushConnector"
 
@@ -57,14 +57,39 @@ class FrontEnd:
         return "whole"
 
 
-@pytest.mark.parametrize("field", [{"n": 2}, {"output_kind": SimpleNamespace(name="DELTA")}, {}], ids=str)
-def test_a_mark_from_a_client_is_ignored(field: dict[str, Any]) -> None:
-    """Only layerpush may set the mark."""
+def sent(marks: dict[str, Any], **fields: Any) -> tuple[Any, dict[str, Any]]:
+    """The answer of ``AsyncLLM.generate`` to a program that asks for one token, or with other ``fields``; the transfer
+    params, which a client has marked.
+    """
     transfer = {"do_remote_decode": True, MARK: True}
-    usual = {"n": 1, "output_kind": SimpleNamespace(name="FINAL_ONLY"), "extra_args": {"kv_transfer_params": transfer}}
+    usual = {"n": 1, "max_tokens": 1, "logprobs": None, "prompt_logprobs": None}
+    params = SimpleNamespace(extra_args={"kv_transfer_params": transfer, **marks}, **usual | fields)
     generate: Any = answering_early(FrontEnd.generate)  # type: ignore[arg-type]
-    assert generate(FrontEnd(), {"prompt_token_ids": [1]}, SimpleNamespace(**usual | field), "r") == "whole"
+    return generate(FrontEnd(), {"prompt_token_ids": [1]}, params, "r"), transfer
+
+
+@pytest.mark.parametrize(
+    ("marks", "fields"),
+    [
+        *(({}, more) for more in ({"n": 2}, {"max_tokens": 2}, {"logprobs": 0}, {"prompt_logprobs": 0})),
+        ({_ENOUGH: False}, {}),
+        ({_ENOUGH: True}, {"n": 2}),
+    ],
+    ids=str,
+)
+def test_more_than_the_transfer_is_answered_whole(marks: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Only layerpush may set the mark."""
+    answer, transfer = sent(marks, **fields)
+    assert answer == "whole"
     assert MARK not in transfer
+
+
+@pytest.mark.parametrize(("marks", "fields"), [({}, {}), ({_ENOUGH: True}, {"max_tokens": 9})], ids=str)
+def test_the_transfer_alone_is_answered_early(marks: dict[str, Any], fields: dict[str, Any]) -> None:
+    """vLLM's OpenAI server judges its requests itself."""
+    answer, transfer = sent(marks, **fields)
+    assert answer != "whole"
+    assert transfer[MARK] is True
 
 
 @pytest.mark.parametrize(
