@@ -2,11 +2,13 @@
 
 A WRITE of ``n`` bytes in ``d`` descriptors takes ``write_s + n * byte_s + d * descriptor_s`` seconds on the wire. All
 three come from least squares over the WRITEs that have landed; newer ones have more weight. ``slowdown`` is the time of
-recent WRITEs divided by that estimate. It rises with one slow WRITE and falls slowly. An overdue WRITE raises it before
-it lands: so the engine notices a slow link at the time at which the WRITE should have landed.
+recent WRITEs divided by that estimate. It rises with one slow WRITE and falls slowly, with time and not with the number
+of WRITEs: other engines may share the link again, however many WRITEs leave meanwhile. An overdue WRITE raises it
+before it lands: so the engine notices a slow link at the time at which the WRITE should have landed.
 
 WRITEs share the link. A WRITE's own time begins when it is on the wire, or when the WRITE before it has ended, if that
-is later. A WRITE ends between two polls of the writer thread, and its end counts as halfway between them.
+is later. A WRITE ends between two polls of the writer thread, and its end counts as halfway between them. For
+``slowdown`` it counts as the first of them: a late poll is no slow link.
 
 ``proven_bytes`` bounds the size of a WRITE that relies on the estimate: times of small WRITEs do not predict a large
 one's.
@@ -21,8 +23,8 @@ from typing import NamedTuple
 
 KEPT = 0.9
 """Weight of a WRITE, relative to the next one."""
-RECOVERED = 0.05
-"""A faster WRITE lowers ``slowdown`` by this part of the difference."""
+REMEMBERED_S = 10.0
+"""Faster WRITEs lower ``slowdown`` with this time constant, in seconds."""
 GROWTH = 4.0
 """A WRITE may be this many times as large as the largest of the recent ones."""
 FIRST_TRIAL, TRIAL_EVERY = 8, 64
@@ -111,16 +113,17 @@ class LinkSpeed:
             self.last_landed = at
         if not was_oldest:
             return
-        since = max(posted, self._free_since)
-        self._free_since = 0.5 * (min(max(since, seen), at) + at)
+        before, since = self._free_since, max(posted, self._free_since)
+        still = min(max(since, seen), at)
+        self._free_since = 0.5 * (still + at)
         took = self._free_since - since
         if not landed or not size:
             return
         self._largest = max(size, KEPT * self._largest)
         due = self.estimate(size, descriptors)
         if due > 0:
-            measured, known = max(1.0, took / due), self._slowdown
-            self._slowdown = measured if measured > known else known + RECOVERED * (measured - known)
+            measured, kept = max(1.0, (still - since) / due), math.exp((before - self._free_since) / REMEMBERED_S)
+            self._slowdown = measured + max(0.0, kept * (self._slowdown - measured))
         self._landed.write_landed(size, descriptors, took)
         self.terms = self._landed.fitted(self.terms)
 

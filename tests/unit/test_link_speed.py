@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from layerpush.transport.link_speed import FIRST_TRIAL, GROWTH, KEPT, TRIAL_EVERY, LinkSpeed, Terms
+from layerpush.transport.link_speed import FIRST_TRIAL, GROWTH, KEPT, REMEMBERED_S, TRIAL_EVERY, LinkSpeed, Terms
 
 WRITE_S, BYTE_S = 2e-4, 1e-9
 TERMS = Terms(WRITE_S, BYTE_S, 3e-6)
@@ -92,16 +92,25 @@ def test_writes_queue_for_the_link() -> None:
     assert speed.busy_s(1.0 + seconds(1 << 20), times=2.0) == pytest.approx(5 * seconds(1 << 20))
 
 
-def test_late_writes_raise_the_slowdown_at_once_and_fast_writes_lower_it_slowly() -> None:
+def test_late_writes_raise_the_slowdown_at_once_and_seconds_of_fast_writes_lower_it() -> None:
     speed, size = learned(), 1 << 20
     speed.write_posted("slow", size, 1.0)
     assert speed.slowdown(1.0 + 3 * seconds(size)) == pytest.approx(3.0)
     at = 1.0 + 4 * seconds(size)
     speed.write_ended("slow", at, landed=True)
     assert speed.slowdown(at) == pytest.approx(4.0)
-    speed.write_posted("fast", 100 * size, at)
-    speed.write_ended("fast", at + seconds(100 * size) / 2, landed=True)
-    assert speed.slowdown(at) == pytest.approx(4.0 - 0.05 * 3.0)
+    for number in range(1, 101):
+        later = at + number * REMEMBERED_S / 100
+        speed.write_posted(number, size, later - seconds(size))
+        speed.write_ended(number, later, landed=True)
+    assert speed.slowdown(later) == pytest.approx(1.0 + 3.0 / math.e, rel=0.01)
+
+
+def test_a_late_poll_is_no_slow_link() -> None:
+    speed, size = learned(), 1 << 20
+    speed.write_posted("polled late", size, 1.0)
+    speed.write_ended("polled late", 2.0, landed=True, seen=1.0 + 0.9 * seconds(size))
+    assert speed.slowdown(2.0) == pytest.approx(1.0)
 
 
 def test_a_lost_write_changes_neither_the_estimate_nor_the_next_writes_time() -> None:
