@@ -30,7 +30,6 @@ from scripts.docgen import (
     versions,
     waiting,
 )
-from scripts.docgen.copied import copied_page
 from scripts.docgen.markers import fill
 
 
@@ -46,12 +45,12 @@ def of(name: str, render: Callable[[Result], str]) -> Callable[[Path], str]:
     return lambda root: render(json.loads((root / "bench/results" / name).read_text()))
 
 
-README, INDEX = "README.md", "docs/index.md"
+README = "README.md"
 CONFIGURATION, SECURITY = "docs/configuration.md", "docs/security.md"
 METRICS, PROXY, FLEET = "docs/metrics.md", "docs/proxy.md", "docs/fleet.md"
 ESTIMATE = "docs/estimate.md"
 BENCHMARKS, FIGURES = "docs/benchmarks.md", "docs/figures.md"
-COMPATIBILITY, CONTRIBUTING = "docs/compatibility.md", "docs/contributing.md"
+COMPATIBILITY = "docs/compatibility.md"
 PROTOCOL, FAILURES, SOAK = "docs/design/protocol.md", "docs/design/failures.md", "docs/soak.md"
 
 SECTIONS: Mapping[str, Section] = {
@@ -121,8 +120,6 @@ SECTIONS: Mapping[str, Section] = {
     "topologies": Section((COMPATIBILITY,), topologies.pairs),
     "kinds": Section((COMPATIBILITY,), lambda _: kinds.table_of_kinds()),
     "versions": Section((COMPATIBILITY,), versions.tables),
-    "contributing": Section((CONTRIBUTING,), lambda root: copied_page((root / "CONTRIBUTING.md").read_text())),
-    "readme": Section((INDEX,), lambda root: copied_page(updated(root, README, (root / README).read_text()))),
 }
 
 

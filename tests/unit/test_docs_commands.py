@@ -19,13 +19,10 @@ from bench import OUTPUT, RESULTS
 from bench.calm import VARIABLE
 from bench.demo import model
 from layerpush.compat import patches
-from tests.docblocks import PAGES as ALL_PAGES
-from tests.docblocks import ROOT, Block, Command, blocks, command_blocks, commands, needs_lines
+from tests.docblocks import PAGES, ROOT, Block, Command, blocks, command_blocks, commands, needs_lines
 from tests.docprograms import UCX, IncompleteCommandError, WrongCommandError, check, check_transfer_config
 from tests.quotes import blank, is_said, ours, package
 
-COPIES = ("docs/contributing.md", "docs/index.md")  # the same pages as CONTRIBUTING.md and README.md
-PAGES = tuple(page for page in ALL_PAGES if page not in COPIES)
 E2E, HERE, CI = "tests/e2e/test_docs_commands.py", "tests/unit/test_docs_commands.py", ".ci/run"
 QUICKSTART, DEPLOYMENT, PROXY = "docs/quickstart.md", "docs/deployment.md", "docs/proxy.md"
 CONTRACT, BENCHMARKS = "docs/kv-transfer-params.md", "docs/benchmarks.md"
