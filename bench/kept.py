@@ -25,8 +25,8 @@ from bench.demo.measure import expected_tokens
 from bench.keptpage import KEPT, NOTHING, STOCK
 from bench.provenance import provenance
 from bench.serve.engine_options import LONG_SHAPE, ROOM_TOKENS, folder
-from bench.servers.engines import Engine, EngineGroup, EngineSpec
-from bench.servers.load import Answer, RequestFailedError, complete, make_prompt
+from bench.servers.engines import EngineGroup, EngineServer, EngineSpec
+from bench.servers.load import GreedyAnswer, RequestFailedError, complete, make_prompt
 from bench.servers.model import write_model
 from layerpush.apps.tracing.requests import read_traces
 from layerpush.core.config import CONNECTOR_NAME
@@ -45,7 +45,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 @dataclass
-class Sample:
+class DeathSample:
     """One prompt of which P died: ``died_s`` seconds after the request, at ``died_at`` of ``time.perf_counter()``.
     ``noticed_s``, ``first_token_s``: from P's death; None if that did not happen. ``waited_s``: the client's wait
     after P's death without a first token.
@@ -64,7 +64,7 @@ class Sample:
 
 
 @dataclass
-class Bench:
+class KeptBench:
     """``tokens``: the length of the prompts. ``group`` starts the engines, ``work`` has their traces."""
 
     tokens: int
@@ -72,7 +72,7 @@ class Bench:
     work: Path
     out: Console
     model: Path
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[DeathSample] = field(default_factory=list)
     wrong: int = 0
     started: int = 0
 
@@ -97,13 +97,13 @@ class Bench:
             options=("--enable-prefix-caching",) if decodes and mode == KEPT else (),
         )
 
-    def start(self, *specs: EngineSpec) -> list[Engine]:
+    def start(self, *specs: EngineSpec) -> list[EngineServer]:
         """Start engines, and wait until they answer."""
         engines = [self.group.start(spec) for spec in specs]
         self.group.wait_ready(engines)
         return engines
 
-    async def kill(self, sample: Sample, d: Engine, prompt: Sequence[int]) -> asyncio.Task[Answer]:
+    async def kill(self, sample: DeathSample, d: EngineServer, prompt: Sequence[int]) -> asyncio.Task[GreedyAnswer]:
         """Kill a new P in the middle of a prompt. Returns D's answer to come."""
         self.started += 1
         (p,) = self.start(self.spec(f"prefill-{self.started}", sample.mode, decodes=False))
@@ -140,18 +140,20 @@ class Bench:
             self.group.stop([d[STOCK]])
             for index, (number, percent) in enumerate(cells):
                 for mode in (KEPT, NOTHING)[:: 1 if index % 2 else -1]:
-                    sample = Sample(mode, percent, number)
+                    sample = DeathSample(mode, percent, number)
                     answer = await (await self.kill(sample, d[mode], prompts[index]))
                     sample.first_token_s = answer.first_token_at - sample.died_at
                     self.wrong += answer.tokens != right[index]
                     self.samples.append(sample)
                     self.out.print(f"{mode}, {percent} %: first token {sample.first_token_s:.1f} s after P's death")
 
-    async def _stock(self, d: Engine, percents: Sequence[int], prompts: Sequence[Sequence[int]], wait_s: float) -> None:
+    async def _stock(
+        self, d: EngineServer, percents: Sequence[int], prompts: Sequence[Sequence[int]], wait_s: float
+    ) -> None:
         """D waits for all of them at once."""
-        waiting: dict[asyncio.Task[Answer], Sample] = {}
+        waiting: dict[asyncio.Task[GreedyAnswer], DeathSample] = {}
         for percent, prompt in zip(percents, prompts, strict=False):
-            sample = Sample(STOCK, percent, 0)
+            sample = DeathSample(STOCK, percent, 0)
             waiting[await self.kill(sample, d, prompt)] = sample
         await asyncio.wait(waiting, timeout=wait_s)
         for task, sample in waiting.items():
@@ -163,7 +165,7 @@ class Bench:
             self.samples.append(sample)
         await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def _computed(self, p: Engine) -> float:
+    async def _computed(self, p: EngineServer) -> float:
         """Tokens of the prompt that have a block on P."""
         async with self.session.get(f"{p.url}/metrics") as response:
             found = USAGE.search(await response.text())
@@ -199,7 +201,7 @@ def main(
     began, where = time.monotonic(), console()
     with running(where, keep_logs) as (work, interrupts):
         with EngineGroup(work, interrupts, forks=True) as group:
-            bench = Bench(tokens, group, work, where, write_model(folder("kept"), SHAPE))
+            bench = KeptBench(tokens, group, work, where, write_model(folder("kept"), SHAPE))
             asyncio.run(bench.measure(numbers(percents, 1, 99), rounds, wait))
         bench.read_traces()
     result: dict[str, Any] = {

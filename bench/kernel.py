@@ -35,12 +35,12 @@ Way = Callable[[], object]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
-class WrongBytesError(Exception):
+class WrongGatherError(Exception):
     """A way moved other bytes than the reference; its time means nothing."""
 
 
 @dataclass(frozen=True)
-class Case:
+class CopyCase:
     """``blocks`` blocks of ``block_bytes`` bytes whose ids follow a pattern."""
 
     block_bytes: int
@@ -59,10 +59,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Cell:
+class CopyTimes:
     """Seconds of every way in every round, for one case. In a round the ways take turns."""
 
-    case: Case
+    case: CopyCase
     seconds: Mapping[str, Sequence[float]]
 
     def gb_s(self, way: str) -> dict[str, float]:
@@ -105,13 +105,13 @@ class Timer:
 
 
 @dataclass(frozen=True)
-class Bench:
+class KernelBench:
     """Measures all cells on a device."""
 
     device: torch.device
     rounds: int
 
-    def measure(self, case: Case, timer: Timer) -> Cell:
+    def measure(self, case: CopyCase, timer: Timer) -> CopyTimes:
         """Gather the blocks of one case. Raises ``WrongBytesError``, before any time is taken, if a byte is wrong."""
         shape = (POOL_FACTOR * case.blocks, case.block_bytes // 2)
         noise = torch.Generator(self.device).manual_seed(SEED)
@@ -131,8 +131,8 @@ class Bench:
             packed.view(torch.uint8).fill_(POISON)
             way()
             if not torch.equal(packed.view(torch.uint8), expected.view(torch.uint8)):
-                raise WrongBytesError(f"{name}: wrong bytes after the gather of {case}")
-        return Cell(case, self._rounds(ways, timer))
+                raise WrongGatherError(f"{name}: wrong bytes after the gather of {case}")
+        return CopyTimes(case, self._rounds(ways, timer))
 
     def _rounds(self, ways: Mapping[str, Way], timer: Timer) -> dict[str, list[float]]:
         """Each round begins with another way. A first round warms up and does not count."""
@@ -181,9 +181,9 @@ def main(
     torch.set_num_threads(1)
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    every = [Case(*each) for each in itertools.product(numbers(block_bytes), numbers(blocks), IDS)]
+    every = [CopyCase(*each) for each in itertools.product(numbers(block_bytes), numbers(blocks), IDS)]
     left_out = [asdict(case) for case in every if case.bytes > MOST_BYTES[kind]]
-    bench, timer, cells = Bench(place, rounds), Timer(place), list[Cell]()
+    bench, timer, cells = KernelBench(place, rounds), Timer(place), list[CopyTimes]()
     hardware = {"kind": kind, "name": torch.cuda.get_device_name(place) if kind == "cuda" else None}
     settings = {"device": hardware, "rounds": rounds, "max_programs": FULL_DEVICE_PROGRAMS, "left_out": left_out}
     head = provenance(SEED) | settings
@@ -198,7 +198,7 @@ def main(
                 cells.append(bench.measure(case, timer))
                 console.print(_line(cells[-1]))
                 write(partial, body())
-    except WrongBytesError as error:
+    except WrongGatherError as error:
         partial.unlink(missing_ok=True)
         console.print(f"{error}: nothing is written", style="red", markup=False)
         raise typer.Exit(1) from error
@@ -207,7 +207,7 @@ def main(
     console.print(f"Written: {out}; {len(left_out)} cases above {MOST_BYTES[kind] >> 20} MiB left out")
 
 
-def _line(cell: Cell) -> str:
+def _line(cell: CopyTimes) -> str:
     case = cell.case
     rates = "  ".join(f"{way} {cell.gb_s(way)['p50']:.2f} ({cell.of_copy(way).value:.0%})" for way in cell.seconds)
     return f"{case.block_bytes / 1024:6g} KiB x {case.blocks:<5}{case.ids:11}GB/s (of copy): {rates}"

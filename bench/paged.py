@@ -14,11 +14,11 @@ from bench import OUTPUT, write
 from bench.bootstrap import ratio_of_medians
 from bench.command import console, names, numbers
 from bench.forward.cases import POOL_FACTOR, Case
-from bench.forward.cells import Cell
+from bench.forward.cells import CaseSamples
 from bench.forward.cores import of_this_machine, this_thread_on
 from bench.forward.models import BLOCK_TOKENS
 from bench.forward.orders import Measure, WrongBytesError
-from bench.forward.settings import Packing, Settings
+from bench.forward.settings import ForwardSettings, Packing
 from bench.forward.sweep import sweep
 from bench.markdown import Result, conditions, number_table
 from bench.provenance import provenance
@@ -45,7 +45,7 @@ def case_of(descriptor_bytes: int) -> Case:
     return Case("table", LAYERS, descriptor_bytes, tokens, "random", chunk_tokens=tokens)
 
 
-def row(cell: Cell, way: str, mode: str) -> dict[str, Any]:
+def row(cell: CaseSamples, way: str, mode: str) -> dict[str, Any]:
     """Seconds from the last layer being ready until the WRITE has landed, beside one descriptor of as many bytes in the
     same rounds. ``share``: of the ceiling, a ratio of medians.
     """
@@ -85,7 +85,7 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     cases, cores, rows = [case_of(size) for size in sizes], of_this_machine(), list[dict[str, Any]]()
-    settings = Settings(
+    settings = ForwardSettings(
         cache_bytes=max(case.cache_bytes for case in cases),
         staging_bytes=int(POOL_FACTOR * MIB) << 20,
         layer_s=0.5e-3,
@@ -97,7 +97,7 @@ def main(
             for suffix, packing, ways in RUNS:
                 modes = tuple(ways.values())
                 orders = [(link + suffix, Measure(case, modes, rounds)) for link in wanted for case in cases]
-                here = Settings(**{**vars(settings), "packing": packing})
+                here = ForwardSettings(**{**vars(settings), "packing": packing})
                 cells, _ = sweep(screen, orders, here, lambda *_: None)
                 rows += [row(cell, way, mode) for cell in cells for way, mode in ways.items()]
     except WrongBytesError as error:

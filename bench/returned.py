@@ -24,7 +24,7 @@ from bench.returnedpage import ANOTHER, AUTO, ONE, PULL, RETURNS, SAME
 from bench.serve.engine_options import LONG_SHAPE, ROOM_TOKENS, folder
 from bench.serve.lineup import STOCK
 from bench.serve.scrape import Meter
-from bench.servers.engines import Engine, EngineGroup, EngineSpec, Role
+from bench.servers.engines import EngineGroup, EngineServer, EngineSpec, Role
 from bench.servers.load import complete_whole, make_prompt
 from bench.servers.model import write_model
 from layerpush.core.config import CONNECTOR_NAME
@@ -40,12 +40,12 @@ KEEPS_TURNS = {"bidirectional_kv_xfer": True}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 Params = Mapping[str, object]
-Pair = tuple[Engine | None, Engine]
+Pair = tuple[EngineServer | None, EngineServer]
 """P, or None, and the engine that answers."""
 
 
 @dataclass
-class Sample:
+class TurnSample:
     """A turn of ``prompt_tokens``. ``computed``: the tokens that P computes, or the one engine. ``p``: see the page."""
 
     mode: str
@@ -68,7 +68,7 @@ class Bench:
     group: EngineGroup
     out: Console
     model: Path
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[TurnSample] = field(default_factory=list)
     wrong: int = 0
 
     def spec(self, name: str, role: Role, mode: str, *, caches: bool = True) -> EngineSpec:
@@ -113,7 +113,7 @@ class Bench:
                     warm = [make_prompt(WARM_TOKENS, -turn, SHAPE.vocabulary) for turn in (1, 2)]
                     await self.talk(pair, mode, warm, WARM_ANSWER, [])
                     for turn, sample in enumerate(await self.talk(pair, mode, users, self.answer, right)):
-                        self.samples.append(Sample(mode, p, number, turn, *sample))
+                        self.samples.append(TurnSample(mode, p, number, turn, *sample))
                     self.group.stop([each for each in pair if each is not None])
                     said = ", ".join(
                         f"{each.computed:,} in {each.first_token_s:.2f} s" for each in self.samples[-self.turns :]

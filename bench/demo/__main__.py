@@ -20,7 +20,7 @@ from bench.demo.report import DemoReport
 from bench.demo.timeline import draw_pushes
 from bench.provenance import provenance
 from bench.servers.display import Display
-from bench.servers.engines import Engine, EngineFailedError, EngineGroup, Place
+from bench.servers.engines import EngineFailedError, EngineGroup, EngineServer, ServerPlace
 from bench.servers.interrupts import Interrupted, Interrupts
 from bench.servers.link import LinkError
 from bench.servers.load import RequestFailedError, complete_disaggregated, make_prompt
@@ -97,7 +97,7 @@ def _compare(
     display: Display,
     interrupts: Interrupts,
     work: Path,
-    places: Sequence[Place],
+    places: Sequence[ServerPlace],
     lengths: list[int],
 ) -> DemoReport:
     """Start the servers, measure prompts of these lengths in each mode, and stop the servers."""
@@ -124,7 +124,7 @@ def _compare(
 
 
 async def _measure(
-    display: Display, p: Engine, d: Engine, faulty: Engine, traces: Path, prompts: list[list[int]]
+    display: Display, p: EngineServer, d: EngineServer, faulty: EngineServer, traces: Path, prompts: list[list[int]]
 ) -> DemoReport:
     """``faulty``: a P that writes wrong bytes. ``traces`` has the ``trace_dir`` of P and of D."""
     modes = list(MODES)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.servers.engines import LOOPBACK, EngineSpec, Place, Role
+from bench.servers.engines import LOOPBACK, EngineSpec, Role, ServerPlace
 from bench.servers.model import ModelShape
 from layerpush.core.config import CONNECTOR_NAME
 
@@ -35,8 +35,8 @@ class Cluster:
     shape: ModelShape
     max_prompt_tokens: int
     trace_root: Path
-    prefill_place: Place = LOOPBACK
-    decode_place: Place = LOOPBACK
+    prefill_place: ServerPlace = LOOPBACK
+    decode_place: ServerPlace = LOOPBACK
 
     def decode(self) -> EngineSpec:
         """The D that receives every push."""
@@ -64,7 +64,7 @@ class Cluster:
         """Longest request in tokens: the longest prompt, room for an answer, whole blocks."""
         return -(-(self.max_prompt_tokens + 64) // BLOCK_SIZE) * BLOCK_SIZE
 
-    def _spec(self, name: str, role: Role, place: Place, **connector: Any) -> EngineSpec:
+    def _spec(self, name: str, role: Role, place: ServerPlace, **connector: Any) -> EngineSpec:
         return EngineSpec(
             name=name,
             role=role,

@@ -14,8 +14,8 @@ import aiohttp
 
 from bench.figures import Figures, TraceError, figures_of, median_figures
 from bench.hand_over import HandOver, hand_over_of, median_hand_over
-from bench.servers.engines import Engine
-from bench.servers.load import Answer, complete, complete_disaggregated
+from bench.servers.engines import EngineServer
+from bench.servers.load import GreedyAnswer, complete, complete_disaggregated
 from layerpush.apps.tracing.folder import FolderError
 from layerpush.apps.tracing.requests import RequestTrace, TraceSet, read_traces
 from layerpush.core.prefill_identity import remote_request_id
@@ -25,14 +25,14 @@ TRACE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Sample:
+class DemoSample:
     """One prompt in one mode. ``problem``: the problem with its trace, if there is one.
 
     ``hand_over`` ends with the first token here: the demo is the client.
     """
 
     prompt: int
-    answer: Answer
+    answer: GreedyAnswer
     tokens_equal: bool
     push: PushRecord | None
     figures: Figures | None
@@ -55,7 +55,7 @@ class ModeResult:
     problems: tuple[str, ...]
 
 
-def result_of(samples: Sequence[Sample]) -> ModeResult:
+def result_of(samples: Sequence[DemoSample]) -> ModeResult:
     """The medians and problems of one mode."""
     ttft = [1e3 * sample.answer.ttft_s for sample in samples]
     figures = [sample.figures for sample in samples if sample.figures is not None]
@@ -73,7 +73,7 @@ def result_of(samples: Sequence[Sample]) -> ModeResult:
 
 async def expected_tokens(
     session: aiohttp.ClientSession,
-    engines: Sequence[Engine],
+    engines: Sequence[EngineServer],
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     on_done: Callable[[], None],
@@ -82,7 +82,7 @@ async def expected_tokens(
     shares = [list(enumerate(prompts))[first :: len(engines)] for first in range(len(engines))]
     expected: dict[int, tuple[int, ...]] = {}
 
-    async def answer(engine: Engine, share: Sequence[tuple[int, Sequence[int]]]) -> None:
+    async def answer(engine: EngineServer, share: Sequence[tuple[int, Sequence[int]]]) -> None:
         for index, prompt in share or [(0, prompts[0])]:
             expected[index] = (await complete(session, engine, prompt, max_tokens)).tokens
             on_done()
@@ -93,18 +93,18 @@ async def expected_tokens(
 
 async def take_turns(
     session: aiohttp.ClientSession,
-    prefill: Engine,
-    decode: Engine,
+    prefill: EngineServer,
+    decode: EngineServer,
     modes: Sequence[str],
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     on_done: Callable[[], None],
-) -> dict[str, list[Answer]]:
+) -> dict[str, list[GreedyAnswer]]:
     """Every prompt through every mode, one request at a time; answers per mode, in the order of the prompts.
 
     The modes take turns, and another one begins with each prompt, so that a disturbance affects all modes.
     """
-    answers: dict[str, list[Answer]] = {mode: [] for mode in modes}
+    answers: dict[str, list[GreedyAnswer]] = {mode: [] for mode in modes}
     for index, prompt in enumerate(prompts):
         first = index % len(modes)
         for mode in (*modes[first:], *modes[:first]):
@@ -113,7 +113,9 @@ async def take_turns(
     return answers
 
 
-def examine(answers: Sequence[Answer], expected: Sequence[tuple[int, ...]], folder: Path, mode: str) -> list[Sample]:
+def examine(
+    answers: Sequence[GreedyAnswer], expected: Sequence[tuple[int, ...]], folder: Path, mode: str
+) -> list[DemoSample]:
     """Compare the answers of one mode with the expected tokens, and find their traces. Waits for late traces.
 
     ``folder`` has the ``trace_dir`` of P and of D.
@@ -128,11 +130,11 @@ def examine(answers: Sequence[Answer], expected: Sequence[tuple[int, ...]], fold
         hand_over = None
         if figures is not None and traces is not None:
             hand_over = hand_over_of(traces, request, answer.first_token_at, clock_name())
-        samples.append(Sample(index, answer, answer.tokens == right, push, figures, hand_over, problem))
+        samples.append(DemoSample(index, answer, answer.tokens == right, push, figures, hand_over, problem))
     return samples
 
 
-def _await_traces(answers: Sequence[Answer], folder: Path) -> TraceSet | None:
+def _await_traces(answers: Sequence[GreedyAnswer], folder: Path) -> TraceSet | None:
     """Wait up to ``TRACE_TIMEOUT_S`` for the traces of these answers; returns all traces. None if there are none.
 
     P and D write them at about the time of D's first token, so the wait is short.
@@ -149,7 +151,7 @@ def _await_traces(answers: Sequence[Answer], folder: Path) -> TraceSet | None:
         time.sleep(0.05)
 
 
-def _judge(push: PushRecord | None, mode: str, answer: Answer, folder: Path) -> tuple[Figures | None, str | None]:
+def _judge(push: PushRecord | None, mode: str, answer: GreedyAnswer, folder: Path) -> tuple[Figures | None, str | None]:
     """Figures of a push in the right mode, else its problem."""
     if push is None:
         return None, f"no trace of request {answer.request_id} in {folder}"

@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 from rich.table import Table
 
-from bench.demo.measure import ModeResult, Sample, result_of
+from bench.demo.measure import DemoSample, ModeResult, result_of
 from bench.figures import Figures
 from bench.hand_over import CLIENT, HandOver
 from layerpush.telemetry.trace_records import PushRecord
@@ -51,7 +51,7 @@ CAPTION = (
 class DemoReport:
     """The result of a run. Of two corrupted pushes one changed the tokens, and ``verify`` found the other one."""
 
-    samples: Mapping[str, Sequence[Sample]]
+    samples: Mapping[str, Sequence[DemoSample]]
     negative_control_detected: bool
     verify_detected: bool
 
@@ -140,7 +140,7 @@ def _mode_json(result: ModeResult) -> dict[str, object]:
     }
 
 
-def _sample_json(sample: Sample) -> dict[str, object]:
+def _sample_json(sample: DemoSample) -> dict[str, object]:
     return {
         "prompt": sample.prompt,
         "ttft_ms": 1e3 * sample.answer.ttft_s,

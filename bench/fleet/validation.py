@@ -30,10 +30,10 @@ from bench.fleet.fleet import Fleet, Plan
 from bench.fleet.presets import LAYER_TOKEN_S, Model
 from bench.provenance import provenance
 from bench.serve.engine_options import folder
-from bench.servers.engines import Engine, EngineFailedError, EngineGroup, EngineSpec, Place
+from bench.servers.engines import EngineFailedError, EngineGroup, EngineServer, EngineSpec, ServerPlace
 from bench.servers.interrupts import Interrupted, Interrupts
 from bench.servers.link import LinkError
-from bench.servers.load import Answer, RequestFailedError, complete_disaggregated, make_prompt
+from bench.servers.load import GreedyAnswer, RequestFailedError, complete_disaggregated, make_prompt
 from bench.servers.model import ModelShape, write_model
 from bench.servers.workspace import places_of, work_directory
 from layerpush.apps.tracing.requests import read_traces
@@ -71,7 +71,7 @@ class Sample:
     at: float
     mode: PushMode
     tokens: int
-    answer: Answer
+    answer: GreedyAnswer
     ended_at: float
     push: PushRecord | None = None
 
@@ -87,8 +87,8 @@ class Sample:
 class Engines:
     """Two P and two D. The router's order is that of the simulation: P and D in turn, so that each P meets each D."""
 
-    prefill: Sequence[Engine]
-    decode: Sequence[Engine]
+    prefill: Sequence[EngineServer]
+    decode: Sequence[EngineServer]
     prompts: Mapping[tuple[int, int], list[int]] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
 
@@ -179,7 +179,7 @@ def _writes(sample: Sample) -> Iterator[tuple[int, float]]:
         free = each.t_landed
 
 
-def spec(name: str, place: Place, model: Path, trace: Path, *, decodes: bool) -> EngineSpec:
+def spec(name: str, place: ServerPlace, model: Path, trace: Path, *, decodes: bool) -> EngineSpec:
     """D starts with P's token, as in the simulation."""
     config = {"trace_dir": str(trace), **({"first_token": "prefill"} if decodes else {})}
     return EngineSpec(

@@ -15,7 +15,7 @@ from bench import OUTPUT, unfinished, write
 from bench.command import console, names, numbers
 from bench.forward import page
 from bench.forward.cases import Growing, growing_cases, known_cases
-from bench.forward.cells import VERIFY, Cell, missed
+from bench.forward.cells import VERIFY, CaseSamples, missed
 from bench.forward.cores import of_this_machine, this_thread_on
 from bench.forward.draws import PATTERNS
 from bench.forward.growth import Line, lines
@@ -23,7 +23,7 @@ from bench.forward.links import HELP, links
 from bench.forward.models import BLOCK_TOKENS, MODELS
 from bench.forward.orders import Measure, WrongBytesError
 from bench.forward.presets import DEFAULT, LONG, QUICK
-from bench.forward.settings import Packing, Progress, Settings
+from bench.forward.settings import ForwardSettings, Packing, Progress
 from bench.forward.sweep import sweep
 from bench.provenance import provenance
 from bench.servers.link import LinkError
@@ -176,7 +176,7 @@ def main(
     if pin and device == "cpu" and cores is None:
         screen.print("The forward has no core of its own here: P and D share all cores.")
     every = [*cases, *(each.case for each in growing)]
-    settings = Settings(
+    settings = ForwardSettings(
         cache_bytes=max(case.cache_bytes for case in every),
         device=device,
         progress=progress,
@@ -194,14 +194,16 @@ def main(
     started_at = time.monotonic()
     path = out or (None if preset.file is None else OUTPUT / preset.file)
 
-    def parts(answers: Sequence[Cell]) -> tuple[list[Cell], list[tuple[Growing, Cell]], list[Line]]:
+    def parts(
+        answers: Sequence[CaseSamples],
+    ) -> tuple[list[CaseSamples], list[tuple[Growing, CaseSamples]], list[Line]]:
         """The known cases, the growing ones, and their lines once all cases are measured."""
         cells = [*answers[: len(cases)], *answers[len(cases) + len(grown) :]]
         of_lines = list(zip(growing, answers[len(cases) :], strict=False))
         points = [(each.what, each.value, cell) for each, cell in of_lines]
         return cells, of_lines, list(lines(points)) if len(answers) == len(orders) else []
 
-    def body(answers: Sequence[Cell], about: Mapping[str, object]) -> dict[str, Any]:
+    def body(answers: Sequence[CaseSamples], about: Mapping[str, object]) -> dict[str, Any]:
         cells, of_lines, fitted = parts(answers)
         return provenance(settings.seed, PACKAGES) | {
             "about": about,
@@ -217,7 +219,7 @@ def main(
 
     partial = None if path is None else unfinished(path)
 
-    def keep(answers: Sequence[Cell], about: Mapping[str, object]) -> None:
+    def keep(answers: Sequence[CaseSamples], about: Mapping[str, object]) -> None:
         if partial is not None:
             write(partial, body(answers, about))
 

@@ -89,7 +89,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Cell:
+class CaseSamples:
     """All samples of a case on one link. In a round the modes, and the forward without a push, take turns.
 
     ``ceiling_s`` are times of one WRITE of one descriptor of ``ceiling_bytes`` bytes, one a round, while P and D do
@@ -230,6 +230,6 @@ class Cell:
         }
 
 
-def missed(cells: Sequence[Cell]) -> list[str]:
+def missed(cells: Sequence[CaseSamples]) -> list[str]:
     """The missed limits of all cells, in words."""
     return [f"{cell.link}, {cell.case}: {text}" for cell in cells for text in cell.misses]

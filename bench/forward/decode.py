@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from bench.forward.end import GONE, NOTIFICATION_POLL_S, End, by_rank, digest_of, settle, strays
+from bench.forward.end import GONE, NOTIFICATION_POLL_S, ProcessSide, by_rank, digest_of, settle, strays
 from bench.forward.kv import Noise
-from bench.forward.orders import Check, CheckCeiling, Checked, CheckRest, Introduction, Register, UseCache
-from bench.forward.settings import POISON, Settings
+from bench.forward.orders import Check, CheckCeiling, Checked, CheckRest, Introduction, RegisterBlocks, UseCache
+from bench.forward.settings import POISON, ForwardSettings
 from layerpush.core.wire import Completed, Completion, Registration, encode_registration, read
 from layerpush.decode.checks import Checks
 from layerpush.telemetry.metrics.recorder import Recorder
@@ -36,11 +36,11 @@ the forward waits for D. Engines on hosts of their own do not do that.
 class DecodeEnd:
     """A cache to be written to, and the check of every byte."""
 
-    def __init__(self, prefill: Connection, settings: Settings) -> None:
+    def __init__(self, prefill: Connection, settings: ForwardSettings) -> None:
         if settings.cores is not None:
             os.nice(BEHIND_P)  # inherited by the threads of its agent
         self._prefill = prefill
-        self._end = End("D", settings)
+        self._end = ProcessSide("D", settings)
         self._corrupts = settings.corrupt
         self._slots: list[torch.Tensor] = []
         self._ranks: list[list[torch.Tensor]] = []
@@ -92,7 +92,7 @@ class DecodeEnd:
                 self._slots, self._checks = cache.slots, Checks(cache.parts, Recorder())
                 self._ranks = by_rank(self._end.memory, block_bytes, layers, ranks)
                 return None
-            case Register(request_id, targets):
+            case RegisterBlocks(request_id, targets):
                 self._register(request_id, targets)
                 return None
             case Check(turn, request_ids):
@@ -172,7 +172,7 @@ def run(prefill_end: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prefill = Connection(int(prefill_end))
     try:
-        settings: Settings = prefill.recv()
+        settings: ForwardSettings = prefill.recv()
         DecodeEnd(prefill, settings).serve()
     except GONE:
         return  # D has no work without P

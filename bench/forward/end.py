@@ -12,7 +12,7 @@ import torch
 from bench.calm import delay_progress_thread
 from bench.forward.models import BLOCK_TOKENS
 from bench.forward.orders import Introduction
-from bench.forward.settings import POISON, Settings
+from bench.forward.settings import POISON, ForwardSettings
 from layerpush.core.layout import CacheLayout, LayerSlots, Region
 from layerpush.transport.gather.tensor_memory import staging_memory
 from layerpush.transport.kv_parts import Field, KvParts, LayerKv
@@ -25,16 +25,14 @@ GONE = (EOFError, ConnectionResetError, BrokenPipeError)
 """Errors of a connection whose other process has ended."""
 MEMORY_TYPES = {"cpu": "DRAM", "cuda": "VRAM"}
 LOOK_BYTES = 32 << 20
-AGENT_THREADS = 4
-"""As vLLM's."""
 
 
-class End:
+class ProcessSide:
     """``memory`` becomes the KV cache of each geometry in turn. On P ``ring`` is the staging memory. The WRITE that
     measures the wire goes from ring to ring. NIXL has registered both.
     """
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, name: str, settings: ForwardSettings) -> None:
         torch.set_num_threads(1)
         self.settings = settings
         self.device = torch.device(settings.device)
@@ -128,9 +126,9 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _agent(name: str, settings: Settings) -> Any:
+def _agent(name: str, settings: ForwardSettings) -> Any:
     from nixl._api import nixl_agent, nixl_agent_config
 
     if settings.progress == "calm":
         delay_progress_thread(sys.modules[nixl_agent.__module__])
-    return nixl_agent(name, nixl_agent_config(enable_prog_thread=True, num_threads=AGENT_THREADS))
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=True, num_threads=4))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.forward.cells import Cell, Series
+from bench.forward.cells import CaseSamples, Series
 
 COSTS: Mapping[str, Callable[[Series], float]] = {
     "writer's processor time": lambda series: series.median("writer_s"),
@@ -46,7 +46,7 @@ def fit(values: Sequence[float], figures: Sequence[float]) -> tuple[float, float
     return float(slope), float(intercept), 1 - residual / spread if spread else 1.0
 
 
-def lines(grown: Sequence[tuple[str, int, Cell]]) -> Iterator[Line]:
+def lines(grown: Sequence[tuple[str, int, CaseSamples]]) -> Iterator[Line]:
     """A line for each thing that grew, mode and cost; ``grown`` has the thing, its value and the cell."""
     for what in dict.fromkeys(each for each, _, _ in grown):
         here = [(value, cell) for each, value, cell in grown if each == what]

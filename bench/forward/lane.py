@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.forward.cores import queued_s
 from bench.forward.end import NOTIFICATION_POLL_S
-from bench.forward.pair import Pair
+from bench.forward.pair import WorkerStub
 from bench.forward.reach import DECODE, Reach
 from layerpush.core.push_mode import PushMode
 from layerpush.core.wire import Registration, read
@@ -69,7 +69,7 @@ class Lane:
         self.meter = RecordingMeter(Recorder())
         fences = fences_for(reach.cache.slots[0].device)
         self.step_events = StepEvents(layout.index_of, waker.wake, fences, wake_lazily=waker.wake_lazily)
-        self.pair = Pair(reach, transport)
+        self.pair = WorkerStub(reach, transport)
         played: Any = self.pair
         self.pushes = self.pair.pushes = Pushes(
             Identity("P", 0),

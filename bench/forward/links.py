@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from bench.servers.engines import LOOPBACK, Place
+from bench.servers.engines import LOOPBACK, ServerPlace
 from bench.servers.interrupts import Interrupts
 from bench.servers.link import check_emulation
 from bench.servers.workspace import places_of
@@ -20,7 +20,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 @dataclass(frozen=True)
-class Wire:
+class NamedLink:
     """A link by name, UCX's transports over it, and the ``places`` of P's and D's processes, by side.
 
     ``sgl``: NIXL posts a WRITE's descriptors as one list.
@@ -29,15 +29,15 @@ class Wire:
     name: str
     transports: str
     sgl: bool = False
-    places: Mapping[str, Place] = field(default_factory=lambda: dict.fromkeys(SIDES, LOOPBACK), repr=False)
+    places: Mapping[str, ServerPlace] = field(default_factory=lambda: dict.fromkeys(SIDES, LOOPBACK), repr=False)
 
 
 REAL = {
-    "shm": Wire("shm", "sm,tcp,self"),
-    "loopback": Wire("loopback", "tcp,self"),
-    "cuda_ipc": Wire("cuda_ipc", CUDA_IPC_TRANSPORTS),
-    "shm+sgl": Wire("shm+sgl", "sm,tcp,self", sgl=True),
-    "loopback+sgl": Wire("loopback+sgl", "tcp,self", sgl=True),
+    "shm": NamedLink("shm", "sm,tcp,self"),
+    "loopback": NamedLink("loopback", "tcp,self"),
+    "cuda_ipc": NamedLink("cuda_ipc", CUDA_IPC_TRANSPORTS),
+    "shm+sgl": NamedLink("shm+sgl", "sm,tcp,self", sgl=True),
+    "loopback+sgl": NamedLink("loopback+sgl", "tcp,self", sgl=True),
 }
 """Links between two processes of this host. NIXL connects over ``lo``; UCX takes the fastest transport."""
 RATE = re.compile(r"\d+(\.\d+)?(k|m|g)bit")
@@ -62,10 +62,10 @@ def links(text: str, device: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def wire_of(name: str, interrupts: Interrupts) -> Iterator[Wire]:
+def wire_of(name: str, interrupts: Interrupts) -> Iterator[NamedLink]:
     """The link between P and D; an emulated one ends with the block. Raises ``LinkError``."""
     if name in REAL:
         yield REAL[name]
         return
     with places_of(name, interrupts) as (prefill, decode):
-        yield Wire(name, "tcp,self", places={"prefill": prefill, "decode": decode})
+        yield NamedLink(name, "tcp,self", places={"prefill": prefill, "decode": decode})

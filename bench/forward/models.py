@@ -10,7 +10,7 @@ BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelGeometry:
     """``token_bytes`` are the bytes of a token in one layer of one rank's cache."""
 
     about: str
@@ -22,17 +22,17 @@ class Model:
         return BLOCK_TOKENS * self.token_bytes
 
 
-def grouped_query(about: str, layers: int, heads: int, head_dim: int, element_bytes: int = 2) -> Model:
+def grouped_query(about: str, layers: int, heads: int, head_dim: int, element_bytes: int = 2) -> ModelGeometry:
     """Keys and values of ``heads`` KV heads."""
-    return Model(about, layers, 2 * heads * head_dim * element_bytes)
+    return ModelGeometry(about, layers, 2 * heads * head_dim * element_bytes)
 
 
-def latent(about: str, layers: int, latent_dim: int, rope_dim: int, element_bytes: int = 2) -> Model:
+def latent(about: str, layers: int, latent_dim: int, rope_dim: int, element_bytes: int = 2) -> ModelGeometry:
     """Multi-head latent attention: one vector for all heads, on each rank."""
-    return Model(about, layers, (latent_dim + rope_dim) * element_bytes)
+    return ModelGeometry(about, layers, (latent_dim + rope_dim) * element_bytes)
 
 
-MODELS: Mapping[str, Model] = {
+MODELS: Mapping[str, ModelGeometry] = {
     "llama-8b": grouped_query("Llama-3.1-8B, TP 1", layers=32, heads=8, head_dim=128),
     "llama-70b-tp8": grouped_query("Llama-3.1-70B, a rank of TP 8", layers=80, heads=1, head_dim=128),
     "qwen3-30b-a3b": grouped_query("Qwen3-30B-A3B, TP 1", layers=48, heads=4, head_dim=128),

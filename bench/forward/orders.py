@@ -24,7 +24,7 @@ class Introduction:
 
 @dataclass(frozen=True)
 class Measure:
-    """To P: so many rounds of every mode in a case. A ``Cell`` or a ``WrongBytesError`` comes back."""
+    """To P: so many rounds of every mode in a case. ``CaseSamples`` or a ``WrongBytesError`` comes back."""
 
     case: Case
     modes: tuple[str, ...]
@@ -44,7 +44,7 @@ class UseCache:
 
 
 @dataclass(frozen=True)
-class Register:
+class RegisterBlocks:
     """To D: expect these blocks, and register them with P as a decode engine does, by a notification."""
 
     request_id: str

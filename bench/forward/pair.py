@@ -22,7 +22,7 @@ from layerpush.transport.transfer import Transfer
 from layerpush.transport.writes import Writes
 
 
-class Pair:
+class WorkerStub:
     """Plays ``Links``, ``Claims`` and vLLM's worker. The writer thread calls ``registered``.
 
     P's main thread calls ``expects`` and waits for ``all_known`` and ``all_over``.

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from bench.forward.cases import Case
-from bench.forward.cells import OFF, VERIFY, Cell, Series
+from bench.forward.cells import OFF, VERIFY, CaseSamples, Series
 from bench.forward.compute import Mark, Products, Prompts
 from bench.forward.cores import bind_this_thread, queued_s, this_thread_on
 from bench.forward.draws import Draw
-from bench.forward.end import GONE, End, digest_of, settle
+from bench.forward.end import GONE, ProcessSide, digest_of, settle
 from bench.forward.kv import Noise
 from bench.forward.lane import Lane, Pusher
 from bench.forward.models import BLOCK_TOKENS
@@ -33,12 +33,12 @@ from bench.forward.orders import (
     CheckRest,
     Introduction,
     Measure,
-    Register,
+    RegisterBlocks,
     UseCache,
     WrongBytesError,
 )
 from bench.forward.reach import DECODE, OWN, Reach
-from bench.forward.settings import Settings
+from bench.forward.settings import ForwardSettings
 from layerpush.core.push_mode import PushMode
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.prefill.pushes import WRITE_POLL_S
@@ -56,15 +56,15 @@ class PushError(RuntimeError):
     """A push failed or did not end, so it has no figures."""
 
 
-def as_the_writer(settings: Settings) -> AbstractContextManager[None]:
+def as_the_writer(settings: ForwardSettings) -> AbstractContextManager[None]:
     """The main thread posts WRITEs of its own on the cores of the writer thread, which posts all others."""
     return this_thread_on(settings.cores.others if settings.cores else ())
 
 
-class Bench:
+class ForwardBench:
     """The reach and the lanes of all modes, for one geometry."""
 
-    def __init__(self, end: End, reach: Reach, pusher: Pusher) -> None:
+    def __init__(self, end: ProcessSide, reach: Reach, pusher: Pusher) -> None:
         self.reach = reach
         self.lanes: dict[str, Lane] = {mode: Lane(mode, reach, end.transport, pusher.waker) for mode in PushMode}
         for way, share in VERIFY.items():
@@ -74,11 +74,11 @@ class Bench:
 class PrefillEnd:
     """P and D have equal ``settings``."""
 
-    def __init__(self, link: str, decode: Connection, settings: Settings) -> None:
+    def __init__(self, link: str, decode: Connection, settings: ForwardSettings) -> None:
         self._link = link
         self._decode = decode
         self._settings = settings
-        self._end = End("P", settings)
+        self._end = ProcessSide("P", settings)
         self._geometry: UseCache | None = None
         self._requests = 0
         self._noise = Noise(settings.noise_bytes, settings.seed, self._end.device)
@@ -88,10 +88,10 @@ class PrefillEnd:
         self._pusher = Pusher(self._end.transport)
         bind_this_thread(settings.cores.forward if settings.cores else ())  # every thread so far is on the other cores
         self._products = Products(settings.layer_s, self._end.device)
-        self._bench: Bench | None = None
+        self._bench: ForwardBench | None = None
         self._turn = 0
 
-    def obey(self, order: Measure) -> Cell:
+    def obey(self, order: Measure) -> CaseSamples:
         """Raises ``WrongBytesError`` when a byte is not where it must be."""
         case, bench = order.case, self._bench_for(order.case)
         draws = case.draws(bench.reach.cache.blocks, self._settings.seed)
@@ -110,7 +110,7 @@ class PrefillEnd:
                 for way in ways:
                     series[way].extend(taken[way])
         self._check_rest(bench.reach, f"after {case}")
-        return Cell(self._link, case, series, ceiling_bytes, ceiling_s)
+        return CaseSamples(self._link, case, series, ceiling_bytes, ceiling_s)
 
     def _ask(self, order: object) -> Any:
         """D's answer."""
@@ -128,7 +128,7 @@ class PrefillEnd:
         if not reach.ring_is_free:
             raise WrongBytesError(f"{where}: not all spans of P's ring were given back")
 
-    def _bench_for(self, case: Case) -> Bench:
+    def _bench_for(self, case: Case) -> ForwardBench:
         geometry = UseCache(case.block_bytes, case.layers, case.ranks)
         self._pusher.rest()
         if self._bench is None or self._geometry != geometry:
@@ -136,11 +136,11 @@ class PrefillEnd:
                 self._bench.reach.close()
             self._geometry = geometry
             self._ask(geometry)
-            self._bench = Bench(self._end, Reach(self._end, self._other, *astuple(geometry)), self._pusher)
+            self._bench = ForwardBench(self._end, Reach(self._end, self._other, *astuple(geometry)), self._pusher)
         return self._bench
 
     def _sample(
-        self, bench: Bench, way: str, case: Case, draws: Sequence[Draw], prompts: Prompts, series: Series
+        self, bench: ForwardBench, way: str, case: Case, draws: Sequence[Draw], prompts: Prompts, series: Series
     ) -> None:
         """One forward, with its push; ``way`` OFF has none."""
         self._turn += 1
@@ -150,7 +150,7 @@ class PrefillEnd:
         lane.pair.expects(names)
         self._pusher.serve(lane)
         for name, each in zip(names, draws, strict=bool(names)):
-            self._ask(Register(name, each.targets))
+            self._ask(RegisterBlocks(name, each.targets))
         if names and not lane.pair.all_known.wait(LAND_TIMEOUT_S):
             raise PushError(f"{way}, {case}: D's registrations did not arrive")
         cpu_s, writer_queued = self._pusher.cpu_s, self._pusher.queued_s()

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT
-from bench.forward.links import ALLOCATOR_VARIABLES, Wire
+from bench.forward.links import ALLOCATOR_VARIABLES, NamedLink
 from bench.forward.orders import WrongBytesError
-from bench.forward.settings import Settings
+from bench.forward.settings import ForwardSettings
 from bench.servers.processes import start
 
 WATCH_S = 0.2
@@ -28,21 +28,21 @@ class PairError(RuntimeError):
     """A process ended or failed; the text has the end of its log."""
 
 
-class Pair:
-    """``with Pair(...) as pair:`` has two processes on ``wire``, whose output goes to files in ``logs``.
+class ProcessPair:
+    """``with ProcessPair(...) as pair:`` has two processes on ``wire``, whose output goes to files in ``logs``.
 
     They end with the block, and by themselves if this
     process is killed. Ctrl-C on the terminal does not reach them.
     """
 
-    def __init__(self, wire: Wire, settings: Settings, logs: Path) -> None:
+    def __init__(self, wire: NamedLink, settings: ForwardSettings, logs: Path) -> None:
         self._wire = wire
         self._settings = settings
         self._logs = logs
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.about: dict[str, object] = {}
 
-    def __enter__(self) -> Pair:
+    def __enter__(self) -> ProcessPair:
         try:
             self._start()
         except BaseException:  # Ctrl-C, too: no process may stay
@@ -113,7 +113,7 @@ class Pair:
         return "\n".join(parts)
 
 
-def _environment(wire: Wire, device: str) -> dict[str, str]:
+def _environment(wire: NamedLink, device: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     ours = {"UCX_TLS": wire.transports, "UCX_NET_DEVICES": device, "OMP_NUM_THREADS": "1"}

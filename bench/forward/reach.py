@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.forward.end import Cache, End
+from bench.forward.end import Cache, ProcessSide
 from bench.forward.orders import Introduction
 from layerpush.transport.base import Route
 from layerpush.transport.gather.cost import CopyCost
@@ -25,7 +25,7 @@ class Reach:
     memory, as in a worker. All ranks of D are one NIXL agent here.
     """
 
-    def __init__(self, end: End, decode: Introduction, block_bytes: int, layers: int, ranks: int) -> None:
+    def __init__(self, end: ProcessSide, decode: Introduction, block_bytes: int, layers: int, ranks: int) -> None:
         self._end = end
         self.cache: Cache = end.cache(block_bytes, layers)
         layout, packing = self.cache.layout, end.settings.packing

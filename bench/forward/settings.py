@@ -15,7 +15,7 @@ POISON = 0xEE
 
 
 @dataclass(frozen=True)
-class Settings:
+class ForwardSettings:
     """``cache_bytes`` are those of each side's KV cache.
 
     ``progress`` chooses NIXL's progress thread: one turn a millisecond, or a busy loop. ``packing`` is the

@@ -17,7 +17,7 @@ import typer
 
 from bench import ROOT
 from bench.command import names
-from bench.gpu.host import HostError, environment, gpu_mib
+from bench.gpu.host import GpuHostError, environment, gpu_mib
 from bench.gpu.parts import PARTS, Room, Step, TooSmallError, steps_of
 from bench.servers.interrupts import Interrupted, Interrupts
 from bench.servers.processes import start
@@ -82,7 +82,7 @@ def main(
     try:
         room = Room(LIKE_H200_MIB if dry_run else gpu_mib(), model)
         steps = {part: steps_of(part, out, room) for part in wanted}
-    except (HostError, TooSmallError) as error:
+    except (GpuHostError, TooSmallError) as error:
         typer.echo(f"gpu-bench: {error}", err=True)
         raise typer.Exit(BROKEN) from error
     if dry_run:

@@ -16,19 +16,21 @@ from bench.machine import machine
 GROUP, PLUGIN = "vllm.general_plugins", "layerpush"
 
 
-class HostError(RuntimeError):
+class GpuHostError(RuntimeError):
     """This host lacks something; the text names it and the cure."""
 
 
 def gpu_mib() -> int:
-    """Memory of the first GPU in MiB. Raises ``HostError`` without a GPU that torch can use."""
+    """Memory of the first GPU in MiB. Raises ``GpuHostError`` without a GPU that torch can use."""
     gpus = machine().get("gpus")
     if not isinstance(gpus, list) or not gpus:
-        raise HostError("no GPU here: nvidia-smi is not there, or shows none. scripts/gpu-bench needs one NVIDIA GPU.")
+        raise GpuHostError(
+            "no GPU here: nvidia-smi is not there, or shows none. scripts/gpu-bench needs one NVIDIA GPU."
+        )
     import torch
 
     if not torch.cuda.is_available():
-        raise HostError(
+        raise GpuHostError(
             f"nvidia-smi shows {gpus[0]['name']}, but torch {torch.__version__} cannot use it: PYTHON=... chooses an "
             "interpreter with a CUDA build of torch that fits the driver"
         )

@@ -41,7 +41,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Engines:
+class EnginesPerGpu:
     """``count`` engines beside each other, the longest prompts they have room for, and their KV cache."""
 
     modes: str
@@ -68,7 +68,7 @@ LINEUPS = (("pull,push,request,auto", 8), ("push,request,auto", 6), ("request,au
 """Modes side by side, and their engines: the aggregated one, P of each mode, D of each stock mode, layerpush's D."""
 
 
-def engines_for(gpu_mib: int) -> list[Engines]:
+def engines_for(gpu_mib: int) -> list[EnginesPerGpu]:
     """The runs of engines: the first of ``LINEUPS`` with room for prompts of 32k tokens, else layerpush's modes alone.
 
     Side by side their answers are compared. Alone, those of ``token`` are compared with the aggregated engine's. Each
@@ -85,11 +85,11 @@ def engines_for(gpu_mib: int) -> list[Engines]:
     return alone
 
 
-def _engines(modes: str, count: int, gpu_mib: int) -> Engines | None:
+def _engines(modes: str, count: int, gpu_mib: int) -> EnginesPerGpu | None:
     each = int(USABLE * gpu_mib * MIB) // count - MODEL_BYTES - OVERHEAD_BYTES
     tokens = int(each / KV_BYTES_PER_TOKEN / PROMPTS_IN_CACHE) - ANSWER_ROOM
     lengths = tuple(length for length in LENGTHS if length <= tokens)
-    return Engines(modes, count, lengths, each) if lengths else None
+    return EnginesPerGpu(modes, count, lengths, each) if lengths else None
 
 
 def _kernels(out: Path, _: Room) -> list[Step]:
@@ -132,7 +132,7 @@ def _serve(out: Path, room: Room) -> list[Step]:
     return steps
 
 
-def _measure(engines: Engines, model: Path, result: Path, logs: Path) -> tuple[str, ...]:
+def _measure(engines: EnginesPerGpu, model: Path, result: Path, logs: Path) -> tuple[str, ...]:
     """The KV cache has a fixed size, because engines that start side by side cannot measure free memory.
 
     The answers are greedy: they need no FlashInfer, which an environment may lack.

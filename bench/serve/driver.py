@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT
-from bench.serve.plan import Call, Plan
+from bench.serve.plan import Call, SweepPlan
 from bench.servers.processes import start
 
 CLIENT = "bench.serve.client"
@@ -29,7 +29,7 @@ class DriverError(RuntimeError):
     """``vllm bench serve`` could not be run, or failed; the text has the end of its log."""
 
 
-def arguments(plan: Plan, call: Call, url: str, model: Sequence[str], prompts: int | None = None) -> list[str]:
+def arguments(plan: SweepPlan, call: Call, url: str, model: Sequence[str], prompts: int | None = None) -> list[str]:
     """Arguments of one call of ``vllm bench serve``, without the result's path. ``model``: those for the model."""
     return [
         *("--backend", "openai", "--base-url", url, *model),

@@ -26,7 +26,7 @@ ROOM_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
     """The model of the engines. ``kv_bytes_per_token`` is None for a model of the user."""
 
     path: Path
@@ -35,7 +35,7 @@ class Model:
     kv_bytes_per_token: int | None
 
     @classmethod
-    def of_directory(cls, path: Path) -> Model:
+    def of_directory(cls, path: Path) -> ServedModel:
         """A model on disk with a tokenizer of its own. Raises ``ValueError``."""
         try:
             config = json.loads((path / "config.json").read_text())
@@ -61,17 +61,19 @@ class EngineOptions:
 
     def longest_prompt(self, answer_tokens: int) -> int:
         """In tokens. Raises ``ValueError`` for a directory without a model."""
-        longest = Model.of_directory(Path(self.model)).longest if self.model else SHAPES[self.shape_name].max_positions
+        longest = (
+            ServedModel.of_directory(Path(self.model)).longest if self.model else SHAPES[self.shape_name].max_positions
+        )
         return longest - answer_tokens - ROOM_TOKENS
 
-    def built(self, work: Path) -> Model:
+    def built(self, work: Path) -> ServedModel:
         """The model on disk. Makes it if the user has none, with a tokenizer in ``work``."""
         if self.model is not None:
-            return Model.of_directory(Path(self.model).resolve())
+            return ServedModel.of_directory(Path(self.model).resolve())
         shape = SHAPES[self.shape_name]
         path = write_model(folder(self.shape_name), shape)
         tokenizer = write_tokenizer(work / "tokenizer", shape.vocabulary, shape.max_positions, shape.config())
-        return Model(path, tokenizer, shape.max_positions, shape.kv_bytes_per_token)
+        return ServedModel(path, tokenizer, shape.max_positions, shape.kv_bytes_per_token)
 
     def can_fork(self) -> bool:
         """A device other than the CPU cannot be used after a fork, and vLLM reads some variables before it."""

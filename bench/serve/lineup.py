@@ -16,9 +16,9 @@ from bench.demo.cluster import (
 )
 from bench.demo.cluster import MODES as GRANULARITIES
 from bench.serve.background import TOKENS as BACKGROUND_TOKENS
-from bench.serve.engine_options import ROOM_TOKENS, EngineOptions, Model
-from bench.serve.plan import AGGREGATED, MOONCAKE, TOKEN, Plan
-from bench.servers.engines import LOOPBACK, EngineSpec, Place, Role
+from bench.serve.engine_options import ROOM_TOKENS, EngineOptions, ServedModel
+from bench.serve.plan import AGGREGATED, MOONCAKE, TOKEN, SweepPlan
+from bench.servers.engines import LOOPBACK, EngineSpec, Role, ServerPlace
 from layerpush.core.config import CONNECTOR_NAME
 
 STOCK = {"pull": "NixlConnector", "push": "NixlPushConnector", MOONCAKE: "MooncakeConnector"}
@@ -50,13 +50,13 @@ class ProxySpec(EngineSpec):
 class Lineup:
     """The engines of all modes of a plan. With ``options.corrupt``, P of layer mode damages its pushes."""
 
-    model: Model
-    plan: Plan
+    model: ServedModel
+    plan: SweepPlan
     options: EngineOptions
     step_tokens: int
     trace_root: Path
-    prefill_place: Place = LOOPBACK
-    decode_place: Place = LOOPBACK
+    prefill_place: ServerPlace = LOOPBACK
+    decode_place: ServerPlace = LOOPBACK
 
     def prefill(self, mode: str) -> EngineSpec:
         """P of a mode. For ``aggregated``: the one engine."""
@@ -123,7 +123,7 @@ class Lineup:
         connector: str | None = None,
         module: str | None = None,
         config: Mapping[str, object] | None = None,
-        place: Place = LOOPBACK,
+        place: ServerPlace = LOOPBACK,
     ) -> EngineSpec:
         most = self.plan.streams + self.plan.background
         sequences = () if most <= LEAST_SEQUENCES else ("--max-num-seqs", str(most))

@@ -29,7 +29,7 @@ COMPARE: dict[Compare, str] = {
 
 
 @dataclass(frozen=True)
-class Load:
+class Pace:
     """``concurrency`` requests at a time. Meanwhile D decodes ``background`` other streams."""
 
     concurrency: int = 1
@@ -61,7 +61,7 @@ class Cell:
 
     setup: Setup
     prompt_tokens: int
-    load: Load
+    load: Pace
 
     @property
     def key(self) -> str:
@@ -86,12 +86,12 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """The whole sweep. ``requests`` is per call, and per stream where several run at a time."""
 
     modes: Sequence[str]
     lengths: Sequence[int]
-    loads: Sequence[Load]
+    loads: Sequence[Pace]
     setups: Sequence[Setup]
     rounds: int
     requests: int

@@ -36,7 +36,7 @@ to first token for prompts of at least so many tokens."""
 
 
 @dataclass(frozen=True)
-class Series:
+class MeasureSeries:
     """One measure in one mode: the samples of each round."""
 
     rounds: Sequence[Sequence[float]]
@@ -74,11 +74,11 @@ class CellResult:
     cell: Cell
     calls: Mapping[str, Sequence[Measured]]
 
-    def series(self, mode: str, measure: str) -> Series | None:
+    def series(self, mode: str, measure: str) -> MeasureSeries | None:
         """The samples of a measure in a mode; None if a round lacks them."""
         return _series([getattr(call, measure) for call in self.calls[mode]])
 
-    def part(self, mode: str, name: str) -> Series | None:
+    def part(self, mode: str, name: str) -> MeasureSeries | None:
         """The samples of a part of the hand-over in a mode, in milliseconds; None if a round lacks them."""
         return _series([call.hand_over_parts_ms.get(name) for call in self.calls[mode]])
 
@@ -208,9 +208,9 @@ def compared(results: Sequence[CellResult], reference_of: Callable[[str], str] =
     )
 
 
-def _series(rounds: Sequence[Sequence[float] | None]) -> Series | None:
+def _series(rounds: Sequence[Sequence[float] | None]) -> MeasureSeries | None:
     there = [one for one in rounds if one]
-    return Series(there) if len(there) == len(rounds) and len(set(map(len, there))) == 1 else None
+    return MeasureSeries(there) if len(there) == len(rounds) and len(set(map(len, there))) == 1 else None
 
 
 def _short(text: str) -> str:

@@ -12,10 +12,10 @@ from bench.provenance import unplaced
 from bench.serve.background import background
 from bench.serve.driver import Driver, arguments
 from bench.serve.measured import Measured, measured
-from bench.serve.plan import TOKEN, Call, Plan, Setup
+from bench.serve.plan import TOKEN, Call, Setup, SweepPlan
 from bench.serve.results import Wrong, by_cell
 from bench.serve.scrape import FIRST_TOKENS, PREFILL, Meter
-from bench.serve.site import Site, Target, Targets
+from bench.serve.site import ServedMode, Site, Targets
 from bench.serve.traces import Traces, hand_overs
 
 
@@ -31,7 +31,7 @@ class WrongAnswersError(Exception):
 class Run:
     """A sweep over ``site``. ``calls`` are the finished ones. ``say`` gets a line for each of them."""
 
-    plan: Plan
+    plan: SweepPlan
     site: Site
     driver: Driver
     say: Callable[[str], None]
@@ -70,7 +70,7 @@ class Run:
             self.say(f"    {problem}")
         self.check_answers()
 
-    def _warm_up(self, setup: Setup, target: Target) -> None:
+    def _warm_up(self, setup: Setup, target: ServedMode) -> None:
         """Send one request more than fits at a time, so that all KV memory is used once."""
         call = self.plan.warm_up(setup, target.mode)
         requests = self.plan.streams + 1
@@ -81,7 +81,7 @@ class Run:
             self._traces[target.mode] = traces
             traces.new(requests)
 
-    def _call(self, call: Call, target: Target) -> Measured:
+    def _call(self, call: Call, target: ServedMode) -> Measured:
         requests = self.plan.prompts(call)
         prefills = Meter(target.prefill, PREFILL)
         origins = Meter(target.decode if target.mode == TOKEN else None, FIRST_TOKENS)

@@ -12,13 +12,13 @@ from pathlib import Path
 from bench.serve.lineup import Lineup
 from bench.serve.plan import LOOPBACK, Setup
 from bench.servers.display import Display
-from bench.servers.engines import Engine, EngineGroup, Place
+from bench.servers.engines import EngineGroup, EngineServer, ServerPlace
 from bench.servers.interrupts import Interrupts
 from bench.servers.workspace import places_of
 
 
 @dataclass(frozen=True)
-class Target:
+class ServedMode:
     """``url`` gets the requests of a mode. None stands for unavailable figures.
 
     ``prefill`` is the URL of P, and ``decode`` that of D; both are that of the aggregated engine. ``trace`` is P's
@@ -33,19 +33,19 @@ class Target:
     decode_trace: Path | None = None
 
 
-Targets = Mapping[str, Target]
+Targets = Mapping[str, ServedMode]
 
 
-class Turns:
+class ServerTurns:
     """The servers of each mode; some may belong to several. All run at first.
 
     An idle engine still polls, and so do its proxy and its threads. A dozen of them on a few cores would slow down the
     engine that computes.
     """
 
-    def __init__(self, servers: Mapping[str, Sequence[Engine]]) -> None:
+    def __init__(self, servers: Mapping[str, Sequence[EngineServer]]) -> None:
         self._servers = servers
-        self._suspended: list[Engine] = []
+        self._suspended: list[EngineServer] = []
 
     def only(self, mode: str) -> None:
         """Suspend all servers but those of ``mode``."""
@@ -64,7 +64,7 @@ class Site:
 
     def __init__(
         self,
-        lineup: Callable[[Setup, tuple[Place, Place], Path], Lineup],
+        lineup: Callable[[Setup, tuple[ServerPlace, ServerPlace], Path], Lineup],
         served: Sequence[str],
         display: Display,
         interrupts: Interrupts,
@@ -79,7 +79,7 @@ class Site:
         self._interrupts = interrupts
         self._logs = logs
         self._group: EngineGroup | None = None
-        self._turns = Turns({})
+        self._turns = ServerTurns({})
 
     @contextlib.contextmanager
     def up(self, setup: Setup, modes: Sequence[str]) -> Iterator[Targets]:
@@ -97,19 +97,19 @@ class Site:
             with self._display.waiting("Importing vLLM, once for all servers") if self._forks else nullcontext():
                 engines = {spec.name: group.start(spec) for spec in specs}
             self._wait(group, list(engines.values()))
-            targets: dict[str, Target] = {}
-            proxies: dict[str, Engine] = {}
-            servers: dict[str, list[Engine]] = {}
+            targets: dict[str, ServedMode] = {}
+            proxies: dict[str, EngineServer] = {}
+            servers: dict[str, list[EngineServer]] = {}
             for mode in modes:
                 prefill, decode_spec = engines[lineup.prefill(mode).name], lineup.decode(mode)
                 if decode_spec is None:
                     servers[mode] = [prefill]
-                    targets[mode] = Target(mode, prefill.url, prefill.url, prefill.url)
+                    targets[mode] = ServedMode(mode, prefill.url, prefill.url, prefill.url)
                     continue
                 decode = engines[decode_spec.name]
                 proxies[mode] = group.start(lineup.proxy(mode, prefill.url, decode.url, prefill.side_channel_port))
                 servers[mode] = [prefill, decode, proxies[mode]]
-                targets[mode] = Target(
+                targets[mode] = ServedMode(
                     mode,
                     proxies[mode].url,
                     prefill.url,
@@ -118,7 +118,7 @@ class Site:
                     lineup.decode_trace_dir(mode) if "trace_dir" in decode.spec.extra_config else None,
                 )
             self._wait(group, list(proxies.values()))
-            self._group, self._turns = group, Turns(servers)
+            self._group, self._turns = group, ServerTurns(servers)
             try:
                 yield targets
             finally:
@@ -133,7 +133,7 @@ class Site:
         if self._group is not None:
             self._group.check_alive()
 
-    def _wait(self, group: EngineGroup, engines: Sequence[Engine]) -> None:
+    def _wait(self, group: EngineGroup, engines: Sequence[EngineServer]) -> None:
         if engines:
             with self._display.starting(engines) as on_ready:
                 group.wait_ready(engines, on_ready)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 
-from bench.servers.engines import Engine
+from bench.servers.engines import EngineServer
 
 
 class Display:
@@ -24,7 +24,7 @@ class Display:
             yield
 
     @contextlib.contextmanager
-    def starting(self, engines: Sequence[Engine]) -> Iterator[Callable[[Engine, float], None]]:
+    def starting(self, engines: Sequence[EngineServer]) -> Iterator[Callable[[EngineServer, float], None]]:
         """Yields a function to call when a server is ready, with its age in seconds."""
         with self.waiting(f"Starting {len(engines)} vLLM servers: {', '.join(engine.name for engine in engines)}"):
             yield lambda engine, seconds: self.console.print(f"  {engine.name} ready after {seconds:.0f} s")

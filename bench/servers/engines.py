@@ -36,7 +36,7 @@ class EngineFailedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerPlace:
     """A server's place: address and network device of KV transfers, address of requests, and a command prefix."""
 
     host: str = "127.0.0.1"
@@ -45,7 +45,7 @@ class Place:
     command_prefix: tuple[str, ...] = ()
 
 
-LOOPBACK = Place()
+LOOPBACK = ServerPlace()
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class EngineSpec:
     max_model_len: int = 8192
     kv_cache_bytes: int | None = 1 << 30
     block_size: int = 32
-    place: Place = LOOPBACK
+    place: ServerPlace = LOOPBACK
     options: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     tokenizer: Path | None = None
@@ -138,7 +138,7 @@ class EngineSpec:
         }
 
 
-class Engine:
+class EngineServer:
     """A running server: its address, its log, and the process group of the server and its children.
 
     With a ``fork_server``, the server has a process group of its own, and the process here is its client.
@@ -240,9 +240,9 @@ class EngineGroup:
         self._interrupts = interrupts
         self._ports = ports or PortAllocator()
         self._stop_timeout_s = stop_timeout_s
-        self._engines: list[Engine] = []
+        self._engines: list[EngineServer] = []
         self._forks = forks
-        self._fork_servers: dict[Place, ForkServer] = {}
+        self._fork_servers: dict[ServerPlace, ForkServer] = {}
         atexit.register(self._stop_all)
 
     def __enter__(self) -> EngineGroup:
@@ -257,7 +257,7 @@ class EngineGroup:
         finally:
             atexit.unregister(self._stop_all)
 
-    def preload(self, place: Place) -> None:
+    def preload(self, place: ServerPlace) -> None:
         """Begin to import vLLM for servers at a place; returns at once."""
         with self._interrupts.shield():
             if self._forks and place not in self._fork_servers:
@@ -265,7 +265,7 @@ class EngineGroup:
                 environment = EngineSpec("fork-server", "plain", Path(), place=place).environment(0)
                 self._fork_servers[place] = ForkServer(log_path, environment, place.command_prefix)
 
-    def start(self, spec: EngineSpec) -> Engine:
+    def start(self, spec: EngineSpec) -> EngineServer:
         """Start a server; it is ready after :meth:`wait_ready`. Waits only for a fork server that is not ready."""
         fork_server = None
         if self._forks and tuple(spec.server) == SERVER:
@@ -274,14 +274,14 @@ class EngineGroup:
             spec = replace(spec, server=fork_server.command)
         with self._interrupts.shield():
             log_path = self._log_directory / f"{spec.name}.log"
-            engine = Engine(spec, self._ports.next_free(), self._ports.next_free(), log_path, fork_server)
+            engine = EngineServer(spec, self._ports.next_free(), self._ports.next_free(), log_path, fork_server)
             self._engines.append(engine)
         return engine
 
     def wait_ready(
         self,
-        engines: Sequence[Engine],
-        on_ready: Callable[[Engine, float], None] | None = None,
+        engines: Sequence[EngineServer],
+        on_ready: Callable[[EngineServer, float], None] | None = None,
         timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """Wait until every server answers. Raises ``EngineFailedError`` when one ends first or the time is up."""
@@ -298,7 +298,7 @@ class EngineGroup:
             if waiting:
                 time.sleep(0.2)
 
-    def _ready_fork_server(self, place: Place) -> ForkServer:
+    def _ready_fork_server(self, place: ServerPlace) -> ForkServer:
         """Wait for the fork server of a place. Raises ``EngineFailedError``."""
         fork_server = self._fork_servers[place]
         try:
@@ -313,7 +313,7 @@ class EngineGroup:
         for engine in self._engines:
             engine.check_alive()
 
-    def stop(self, engines: Sequence[Engine]) -> None:
+    def stop(self, engines: Sequence[EngineServer]) -> None:
         """Send SIGTERM to all servers, later SIGKILL. Returns when their last process is gone.
 
         Raises ``RuntimeError`` if a process survives.
@@ -356,7 +356,7 @@ def _listeners(process: Path, port: int) -> set[str]:
     return {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
 
 
-def _wait_gone(engines: Sequence[Engine], timeout_s: float) -> bool:
+def _wait_gone(engines: Sequence[EngineServer], timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while any(engine.members() for engine in engines):
         if time.monotonic() > deadline:

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.servers.engines import Place
+from bench.servers.engines import ServerPlace
 
 NAMESPACES = Path("/run/netns")
 TOOLS = ("ip", "tc")
@@ -32,9 +32,9 @@ class Host:
     outer_address: str
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ServerPlace:
         """The place of this host's servers. ``ip netns exec`` also remounts /sys, from which UCX reads the devices."""
-        return Place(
+        return ServerPlace(
             host=self.data_address,
             http_host=self.control_address,
             device=self.data_device,
@@ -42,8 +42,8 @@ class Host:
         )
 
 
-class Link:
-    """``with Link("2gbit") as link:`` gives ``link.prefill`` and ``link.decode``; both ends are gone afterwards.
+class EmulatedLink:
+    """``with EmulatedLink("2gbit") as link:`` gives ``link.prefill`` and ``link.decode``; both are gone afterwards.
 
     Needs root and iproute2, else ``LinkError``. The rate is written as ``tc`` takes it: 10gbit, 500mbit. After a
     rest ``burst`` bytes pass at once. Stop the servers before leaving the block: a namespace lives as long as a process
@@ -56,14 +56,14 @@ class Link:
         self._undo: list[tuple[str, ...]] = []
 
     @property
-    def prefill(self) -> Place:
+    def prefill(self) -> ServerPlace:
         return self._prefill.place
 
     @property
-    def decode(self) -> Place:
+    def decode(self) -> ServerPlace:
         return self._decode.place
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> EmulatedLink:
         check_emulation()
         for host in (self._prefill, self._decode):
             if (NAMESPACES / host.namespace).exists():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from bench.servers.engines import SERVED_NAME, Engine
+from bench.servers.engines import SERVED_NAME, EngineServer
 from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity, remote_request_id
 
 TIMEOUT = aiohttp.ClientTimeout(total=600)
@@ -25,7 +25,7 @@ class RequestFailedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class GreedyAnswer:
     """Greedy tokens of one request; the times when it was sent, and when its first token came.
 
     Times are ``time.perf_counter()`` seconds.
@@ -49,13 +49,13 @@ def make_prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
 
 async def complete(
     session: aiohttp.ClientSession,
-    engine: Engine,
+    engine: EngineServer,
     prompt: Sequence[int],
     max_tokens: int,
     *,
     request_id: str | None = None,
     kv_transfer_params: Mapping[str, object] | None = None,
-) -> Answer:
+) -> GreedyAnswer:
     """Stream one greedy completion. Raises ``RequestFailedError`` for an error answer or a stream that ends early."""
     request_id = request_id or uuid.uuid4().hex
     body = {**_body(prompt, max_tokens, kv_transfer_params), "stream": True}
@@ -64,12 +64,12 @@ async def complete(
     if not timed_tokens or len(timed_tokens) != max_tokens:
         raise RequestFailedError(f"{engine.name} sent {len(timed_tokens)} of {max_tokens} tokens for {request_id}")
     tokens = tuple(token for token, _ in timed_tokens)
-    return Answer(request_id, tokens, sent_at, timed_tokens[0][1])
+    return GreedyAnswer(request_id, tokens, sent_at, timed_tokens[0][1])
 
 
 async def complete_whole(
     session: aiohttp.ClientSession,
-    engine: Engine,
+    engine: EngineServer,
     prompt: Sequence[int],
     max_tokens: int,
     *,
@@ -88,12 +88,12 @@ async def complete_whole(
 
 async def complete_disaggregated(
     session: aiohttp.ClientSession,
-    prefill: Engine,
-    decode: Engine,
+    prefill: EngineServer,
+    decode: EngineServer,
     prompt: Sequence[int],
     max_tokens: int,
     mode: str | None = None,
-) -> Answer:
+) -> GreedyAnswer:
     """Send one prompt to P and D at the same time; the answer is D's.
 
     Both get the same X-Request-Id, by which P finds D's registration. P computes the prompt and one token, and pushes
@@ -128,7 +128,7 @@ def _body(prompt: Sequence[int], max_tokens: int, kv_transfer_params: Mapping[st
 
 @asynccontextmanager
 async def _post(
-    session: aiohttp.ClientSession, engine: Engine, body: Mapping[str, object], request_id: str
+    session: aiohttp.ClientSession, engine: EngineServer, body: Mapping[str, object], request_id: str
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """The engine's answer. Raises ``RequestFailedError`` for an error, also while the answer is read."""
     url, headers = f"{engine.url}/v1/completions", {"X-Request-Id": request_id}
@@ -142,7 +142,7 @@ async def _post(
 
 
 async def _stream(
-    session: aiohttp.ClientSession, engine: Engine, body: Mapping[str, object], request_id: str
+    session: aiohttp.ClientSession, engine: EngineServer, body: Mapping[str, object], request_id: str
 ) -> AsyncIterator[tuple[int, float]]:
     """Each token id with the time when it arrived."""
     async with _post(session, engine, body, request_id) as response:

@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.servers.engines import LOOPBACK, Place
+from bench.servers.engines import LOOPBACK, ServerPlace
 from bench.servers.interrupts import Interrupts
-from bench.servers.link import BURST, Link
+from bench.servers.link import BURST, EmulatedLink
 
 
 @contextlib.contextmanager
@@ -25,14 +25,16 @@ def work_directory(keep: Path | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def places_of(rate: str | None, interrupts: Interrupts, burst: str = BURST) -> Iterator[tuple[Place, Place]]:
+def places_of(
+    rate: str | None, interrupts: Interrupts, burst: str = BURST
+) -> Iterator[tuple[ServerPlace, ServerPlace]]:
     """The places of P and D: loopback, or the two ends of an emulated link. Raises ``LinkError``."""
     if rate is None:
         yield LOOPBACK, LOOPBACK
         return
     with contextlib.ExitStack() as stack:
         with interrupts.shield():
-            link = stack.enter_context(Link(rate, burst))
+            link = stack.enter_context(EmulatedLink(rate, burst))
         yield link.prefill, link.decode
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from bench.serve import command
 from bench.serve.__main__ import app
 from bench.serve.plan import Setup
-from bench.serve.site import Target, Targets
+from bench.serve.site import ServedMode, Targets
 
 URLS: dict[str, str] = json.loads(sys.argv.pop(1))
 
@@ -24,7 +24,7 @@ class StubSite:
 
     @contextlib.contextmanager
     def up(self, setup: Setup, modes: Sequence[str]) -> Iterator[Targets]:
-        yield {mode: Target(mode, URLS[mode]) for mode in modes}
+        yield {mode: ServedMode(mode, URLS[mode]) for mode in modes}
 
     def only(self, mode: str) -> None:
         pass

@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from bench.figures import read_pushes
-from bench.servers.engines import SERVED_NAME, Engine, EngineGroup, EngineSpec, Role, no_proxy
+from bench.servers.engines import SERVED_NAME, EngineGroup, EngineServer, EngineSpec, Role, no_proxy
 from bench.servers.interrupts import Interrupts
 from bench.servers.model import ModelShape, write_model
 from bench.servers.ports import PortAllocator
@@ -93,9 +93,9 @@ class Rig:
     scratch: Path
     ports: PortAllocator
     url: str
-    prefill: Engine
-    decodes: list[Engine]
-    start_prefill: Callable[[str], Engine]
+    prefill: EngineServer
+    decodes: list[EngineServer]
+    start_prefill: Callable[[str], EngineServer]
 
     @property
     def trace_dir(self) -> Path:
@@ -114,7 +114,7 @@ class Rig:
         """Another proxy in front of the same engines."""
         return proxy(self.scratch, self.ports.next_free(), self.prefill, self.decodes, options, module)
 
-    def working_decode(self) -> Engine | None:
+    def working_decode(self) -> EngineServer | None:
         """The D with a request."""
         return next((engine for engine in self.decodes if has_a_request(engine.url)), None)
 
@@ -185,7 +185,7 @@ def rig(scratch: Path) -> Iterator[Rig]:
     tracing = {"trace_dir": str(scratch / "trace")}
     with Interrupts() as interrupts, contextlib.ExitStack() as groups:
 
-        def start_prefill(engine_id: str) -> Engine:
+        def start_prefill(engine_id: str) -> EngineServer:
             group = groups.enter_context(EngineGroup(scratch, interrupts, ReservedPorts(at_p)))
             return group.start(server_spec(engine_id, "prefill", model, WORDS, extra=tracing))
 
@@ -207,8 +207,8 @@ def rig(scratch: Path) -> Iterator[Rig]:
 def proxy(
     scratch: Path,
     port: int,
-    prefill: Engine,
-    decodes: list[Engine],
+    prefill: EngineServer,
+    decodes: list[EngineServer],
     options: Sequence[str] = (),
     module: str = PROXY,
 ) -> Iterator[ProxyProcess]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import aiohttp
 
-from bench.servers.engines import Engine, EngineGroup, EngineSpec
+from bench.servers.engines import EngineGroup, EngineServer, EngineSpec
 from bench.servers.interrupts import Interrupts
 from bench.servers.load import complete_disaggregated, make_prompt
 from bench.servers.model import write_model
@@ -32,8 +32,8 @@ class ServeSpec(EngineSpec):
 
 @dataclass(frozen=True)
 class Served:
-    prefill: Engine
-    decode: Engine
+    prefill: EngineServer
+    decode: EngineServer
 
     def push(self, tokens: int, seed: int, max_tokens: int = 4) -> None:
         """Send one prompt to both at once. Returns when D's answer is there."""
@@ -67,9 +67,9 @@ def served(scratch: Path, api_servers: int) -> Iterator[Served]:
         yield Served(prefill, decode)
 
 
-def scrape(engine: Engine) -> Scrape:
+def scrape(engine: EngineServer) -> Scrape:
     return Scrape(get(f"{engine.url}/metrics")[1])
 
 
-def wait_for(engine: Engine, name: str, wanted: float, **labels: str) -> None:
+def wait_for(engine: EngineServer, name: str, wanted: float, **labels: str) -> None:
     until(lambda: scrape(engine).value(name, **labels) == wanted, f"{name} {labels} is {wanted} on {engine.name}")

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from bench.servers.engines import Engine, EngineGroup, no_proxy
+from bench.servers.engines import EngineGroup, EngineServer, no_proxy
 from bench.servers.interrupts import Interrupts
 from bench.servers.model import write_model
 from bench.servers.ports import PortAllocator
@@ -29,8 +29,8 @@ WITHIN_S = 10.0
 
 @dataclass
 class Pair:
-    prefill: Engine
-    decode: Engine
+    prefill: EngineServer
+    decode: EngineServer
 
     def ask_p(self, prompt: list[int], request_id: str, rank: int) -> dict[str, Any]:
         """P's answer from the rank that the router chooses."""

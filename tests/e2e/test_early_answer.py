@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from bench.servers.engines import Engine, EngineGroup, no_proxy
+from bench.servers.engines import EngineGroup, EngineServer, no_proxy
 from bench.servers.interrupts import Interrupts
 from bench.servers.load import make_prompt
 from bench.servers.ports import PortAllocator
@@ -65,8 +65,8 @@ class Pair:
 
     scratch: Path
     ports: PortAllocator
-    prefill: Engine
-    decode: Engine
+    prefill: EngineServer
+    decode: EngineServer
 
     def right(self, prompt: str | list[int]) -> str:
         alone = GREEDY | {"extra_body": {"ignore_eos": True}}

@@ -21,7 +21,7 @@ import aiohttp
 import pytest
 import yaml
 
-from bench.servers.engines import Engine
+from bench.servers.engines import EngineServer
 from bench.servers.load import RequestFailedError, complete, make_prompt
 from bench.servers.ports import PortAllocator
 from layerpush.apps.files.command import RULE, text_of
@@ -50,12 +50,12 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield running
 
 
-def outcomes(engine: Engine) -> dict[str, float]:
+def outcomes(engine: EngineServer) -> dict[str, float]:
     found = scrape(engine)
     return {outcome: found.value("pushes_total", outcome=outcome) for outcome in PUSHES.values}
 
 
-def both(servers: Served) -> tuple[Engine, Engine]:
+def both(servers: Served) -> tuple[EngineServer, EngineServer]:
     return servers.prefill, servers.decode
 
 

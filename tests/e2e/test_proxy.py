@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from bench.figures import read_pushes
-from bench.servers.engines import Engine
+from bench.servers.engines import EngineServer
 from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity
 from layerpush.telemetry.metrics.catalog import FIRST_TOKENS
 from tests.e2e.docscripts import keys_that_p_answers
@@ -250,7 +250,7 @@ def test_requests_of_vllms_push_proxy_are_pushed_by_layer(servers: Rig) -> None:
     identity = PrefillIdentity(servers.prefill.name, "127.0.0.1", servers.prefill.side_channel_port, 1)
     to_d = identity.to_decode(request_id) | {"transfer_id": f"xfer-{uuid.uuid4()}"}
 
-    def ask(engine: Engine, params: Mapping[str, Any], **changes: Any) -> str:
+    def ask(engine: EngineServer, params: Mapping[str, Any], **changes: Any) -> str:
         body = {"ignore_eos": True, "kv_transfer_params": params}
         arguments = GREEDY | {"prompt": text, "extra_headers": {"X-Request-Id": request_id}, "extra_body": body}
         return str(client_of(engine.url).completions.create(**arguments | changes).choices[0].text)

@@ -26,9 +26,9 @@ import aiohttp
 import openai
 import pytest
 
-from bench.servers.engines import LOOPBACK, Engine, EngineGroup, no_proxy
+from bench.servers.engines import LOOPBACK, EngineGroup, EngineServer, no_proxy
 from bench.servers.interrupts import Interrupts
-from bench.servers.load import Answer as Completed
+from bench.servers.load import GreedyAnswer as Completed
 from bench.servers.load import RequestFailedError, complete, complete_disaggregated, make_prompt
 from bench.servers.ports import PortAllocator
 from layerpush.telemetry.trace_records import PushRecord
@@ -71,9 +71,9 @@ class Stack:
     url: str
     scratch: Path
     ports: PortAllocator
-    prefills: list[Engine]
-    decode: Engine
-    start_prefill: Callable[[int, str], Engine]
+    prefills: list[EngineServer]
+    decode: EngineServer
+    start_prefill: Callable[[int, str], EngineServer]
 
     def push(self, request_id: str) -> PushRecord:
         """P's record of the push for the answer with this id."""
@@ -141,7 +141,7 @@ def post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, str]:
 
 
 @contextlib.contextmanager
-def refusing(engine: Engine, port: int) -> Iterator[str]:
+def refusing(engine: EngineServer, port: int) -> Iterator[str]:
     """The URL of an HTTP server in front of ``engine``. It answers with the status in a request's ``user``."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -187,7 +187,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     extra: dict[str, object] = {"trace_dir": str(scratch / "trace"), "unknown_request_timeout_s": UNKNOWN_S}
     with Interrupts() as interrupts, contextlib.ExitStack() as groups:
 
-        def start_prefill(number: int, engine_id: str) -> Engine:
+        def start_prefill(number: int, engine_id: str) -> EngineServer:
             group = groups.enter_context(EngineGroup(scratch, interrupts, ReservedPorts(places[number])))
             return group.start(
                 server_spec(engine_id, "prefill", model, WORDS, "--shutdown-timeout", "120", extra=extra)
@@ -293,7 +293,7 @@ def test_layers_of_ray_serves_requests_stream(stack: Stack, monkeypatch: pytest.
         to_p = backend.prepare_prefill_request(request=client, peer=peer)
         to_d = backend.prepare_decode_request(request=client, peer=peer, prefill_response=None)
 
-    def send(engine: Engine, shaped: Completion) -> str:
+    def send(engine: EngineServer, shaped: Completion) -> str:
         body = shaped.model_dump(exclude_none=True) | {"model": MODEL, "temperature": 0, "ignore_eos": True}
         headers = {"Content-Type": "application/json", "X-Request-Id": shaped.request_id}
         answer = json.loads(post(f"{engine.url}/v1/completions", json.dumps(body).encode(), headers)[1])
@@ -359,5 +359,5 @@ def test_a_p_that_drains_finishes_its_requests(stack: Stack) -> None:
     assert "KV load of" not in said(d)[before:], "no load failed"
 
 
-def said(engine: Engine) -> str:
+def said(engine: EngineServer) -> str:
     return engine.log_path.read_text()

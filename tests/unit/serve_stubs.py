@@ -8,26 +8,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.serve.measured import Measured, measured
-from bench.serve.plan import AGGREGATED, Call, Cell, Load, Plan, Setup
-from bench.serve.site import Target, Targets
+from bench.serve.plan import AGGREGATED, Call, Cell, Pace, Setup, SweepPlan
+from bench.serve.site import ServedMode, Targets
 
 SETUP = Setup("loopback", 512)
-CELL = Cell(SETUP, 1024, Load(concurrency=1))
+CELL = Cell(SETUP, 1024, Pace(concurrency=1))
 MODES = (AGGREGATED, "request", "layer")
 
 
-def plan(**changes: Any) -> Plan:
+def plan(**changes: Any) -> SweepPlan:
     usual: dict[str, Any] = {
         "modes": MODES,
         "lengths": [1024],
-        "loads": [Load(concurrency=1)],
+        "loads": [Pace(concurrency=1)],
         "setups": [SETUP],
         "rounds": 3,
         "requests": 2,
         "answer_tokens": 5,
         "seed": 7,
     }
-    return Plan(**usual | changes)
+    return SweepPlan(**usual | changes)
 
 
 def result(ttfts_s: Sequence[float], answers: Sequence[str] | None = None, **changes: Any) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class StubSite:
     @contextlib.contextmanager
     def up(self, setup: Setup, modes: Sequence[str]) -> Iterator[Targets]:
         self.ups.append((setup, list(modes)))
-        yield {mode: Target(mode, f"http://{mode}") for mode in modes}
+        yield {mode: ServedMode(mode, f"http://{mode}") for mode in modes}
 
     def only(self, mode: str) -> None:
         self.turns.append(mode)

@@ -9,7 +9,7 @@ import pytest
 from bench.fleet.arrivals import Arrival
 from bench.fleet.fleet import Fleet
 from bench.fleet.validation import ALONE, ANSWER_TOKENS, MODES, Sample, Speeds, speeds
-from bench.servers.load import Answer
+from bench.servers.load import GreedyAnswer
 from layerpush.core.push_mode import PushMode
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord
@@ -25,7 +25,7 @@ def alone(mode: PushMode, patch: pytest.MonkeyPatch) -> list[Sample]:
     found = []
     for tokens in ALONE:
         simulated = KNOWN.simulate(mode, [Arrival(0.0, 1, tokens, ANSWER_TOKENS, 0)], 0.0)
-        answer = Answer("r", (), 0.0, simulated["ttft_s"][0])
+        answer = GreedyAnswer("r", (), 0.0, simulated["ttft_s"][0])
         ended_at = answer.first_token_at + (ANSWER_TOKENS - 1) * KNOWN.decode_s
         found.append(Sample(0.0, mode, tokens, answer, ended_at, pushes.pop()))
     patch.undo()

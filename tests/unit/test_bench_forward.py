@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from bench.forward import page
 from bench.forward.__main__ import app
 from bench.forward.cases import GROWN, LEAST, Case, growing_cases, known_cases
-from bench.forward.cells import OFF, Cell, Series
+from bench.forward.cells import OFF, CaseSamples, Series
 from bench.forward.cells import missed as missed_by
 from bench.forward.cores import Cores, queued_s, split_cores
 from bench.forward.end import LOOK_BYTES, by_rank, strays
@@ -85,7 +85,7 @@ def series(
 
 def cell(
     layer: Series | None = None, ceiling_s: float = 0.02, forward_s: float = 0.8, auto: Series | None = None
-) -> Cell:
+) -> CaseSamples:
     """One descriptor of 16 MiB takes ``ceiling_s``, all 160 MiB ten times that."""
     measured = {
         OFF: series(forward_s),
@@ -94,7 +94,7 @@ def cell(
         "chunk": series(forward_s, exposed_s=0.05),
         "request": series(forward_s, exposed_s=0.2),
     }
-    return Cell("loopback", CASE, measured, 16 << 20, [ceiling_s] * 4)
+    return CaseSamples("loopback", CASE, measured, 16 << 20, [ceiling_s] * 4)
 
 
 def test_the_figures_derived_from_a_cell() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from bench.forward import sweep as sweeping
 from bench.forward.orders import WrongBytesError
 from bench.forward.processes import PairError
-from bench.forward.settings import Settings
+from bench.forward.settings import ForwardSettings
 from bench.forward.sweep import sweep
 
 
@@ -48,10 +48,15 @@ def no_wire(*_: object) -> Iterator[object]:
 def test_each_case_is_kept_once_it_is_measured(
     failure: Exception, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweeping, "Pair", lambda *_: Pair(failure))
+    monkeypatch.setattr(sweeping, "ProcessPair", lambda *_: Pair(failure))
     monkeypatch.setattr(sweeping, "wire_of", no_wire)
     kept: list[Any] = []
     orders: Any = [("shm", number) for number in range(3)]
     with pytest.raises(raised):
-        sweep(Console(quiet=True), orders, Settings(), lambda answers, about: kept.append((list(answers), dict(about))))
+        sweep(
+            Console(quiet=True),
+            orders,
+            ForwardSettings(),
+            lambda answers, about: kept.append((list(answers), dict(about))),
+        )
     assert kept == [(list(range(number)), {"shm": {"ucx": "1.23"}}) for number in (1, 2)]

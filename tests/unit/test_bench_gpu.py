@@ -220,7 +220,7 @@ def test_a_gpu_that_torch_cannot_use_has_its_own_error() -> None:
     with (
         mock.patch.object(host, "machine", return_value=gpus),
         mock.patch.object(torch.cuda, "is_available", return_value=False),
-        pytest.raises(host.HostError, match=r"NVIDIA H200, but torch .* cannot use it"),
+        pytest.raises(host.GpuHostError, match=r"NVIDIA H200, but torch .* cannot use it"),
     ):
         host.gpu_mib()
     with (

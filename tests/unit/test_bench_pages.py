@@ -13,7 +13,7 @@ from bench.forward import page as forward
 from bench.hand_over import PARTS
 from bench.markdown import Result, conditions
 from bench.serve import page as serve
-from bench.serve.plan import AGGREGATED, Cell, Load, Setup
+from bench.serve.plan import AGGREGATED, Cell, Pace, Setup
 from bench.serve.results import by_cell
 from scripts.docgen import figures, soakrun
 from tests.unit.serve_stubs import call
@@ -42,7 +42,7 @@ def serve_cell(link: str, streams: int, tokens: int) -> dict[str, Any]:
     """A cell of three modes, with ``auto`` slower than ``layer``."""
     calls = [call(mode, 0, [s]) for mode, s in ((AGGREGATED, 1.0), ("request", 2.0), ("layer", 1.2), ("auto", 1.5))]
     for each in calls:
-        each.cell = (cell := Cell(Setup(link, 512), tokens, Load(concurrency=streams))).key
+        each.cell = (cell := Cell(Setup(link, 512), tokens, Pace(concurrency=streams))).key
         each.prefill_ms = [900.0]
     (found,) = by_cell([cell], [each.mode for each in calls], calls)
     return found.as_json()

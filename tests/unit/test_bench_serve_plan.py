@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 from bench.serve.driver import arguments
-from bench.serve.plan import Load
+from bench.serve.plan import Pace
 from tests.unit.serve_stubs import MODES, SETUP, plan
 
 
@@ -28,7 +28,7 @@ def test_modes_of_a_round_get_equal_prompts_and_rounds_get_different_ones() -> N
 
 
 def test_a_call_has_the_arguments_of_vllm_bench_serve() -> None:
-    this = plan(loads=[Load(concurrency=4)])
+    this = plan(loads=[Pace(concurrency=4)])
     words = arguments(this, next(this.calls(SETUP)), "http://proxy", ["--tokenizer", "T"])
     pairs = dict(itertools.pairwise(words))
     assert pairs["--num-prompts"] == "8"  # times the concurrency

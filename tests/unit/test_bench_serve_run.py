@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.serve.plan import AGGREGATED, TOKEN, Plan, Setup
+from bench.serve.plan import AGGREGATED, TOKEN, Setup, SweepPlan
 from bench.serve.results import by_cell, compared
 from bench.serve.run import Run, WrongAnswersError
 from tests.unit.serve_stubs import CELL, MODES, SETUP, StubClient, StubSite, plan
@@ -12,7 +12,7 @@ from tests.unit.serve_stubs import CELL, MODES, SETUP, StubClient, StubSite, pla
 WARM_UPS = len(MODES)
 
 
-def run(client: StubClient, this: Plan | None = None) -> tuple[Run, StubSite]:
+def run(client: StubClient, this: SweepPlan | None = None) -> tuple[Run, StubSite]:
     site = StubSite()
     return Run(this or plan(), site, client, lambda line: None), site  # type: ignore[arg-type]
 

@@ -11,21 +11,25 @@ from pathlib import Path
 import pytest
 
 from bench.serve.background import TOKENS as BACKGROUND_TOKENS
-from bench.serve.engine_options import EngineOptions, Model
+from bench.serve.engine_options import EngineOptions, ServedModel
 from bench.serve.lineup import Lineup
-from bench.serve.plan import AGGREGATED, MODES, TOKEN, Load
+from bench.serve.plan import AGGREGATED, MODES, TOKEN, Pace
 from bench.serve.scrape import FIRST_TOKENS, PREFILL, Meter
-from bench.servers.engines import Place
+from bench.servers.engines import ServerPlace
 from tests.unit.serve_stubs import plan
 
-MODEL = Model(Path("/models/demo"), Path("/models/words"), 32768, 1000)
+MODEL = ServedModel(Path("/models/demo"), Path("/models/words"), 32768, 1000)
 EVERY = list(MODES)
 
 
 def lineup(
-    load: Load | None = None, tokens: int = 4096, model: Model = MODEL, place: Place | None = None, **options: object
+    load: Pace | None = None,
+    tokens: int = 4096,
+    model: ServedModel = MODEL,
+    place: ServerPlace | None = None,
+    **options: object,
 ) -> Lineup:
-    this = plan(lengths=[tokens], answer_tokens=16, loads=[load or Load()])
+    this = plan(lengths=[tokens], answer_tokens=16, loads=[load or Pace()])
     places = (place,) if place else ()
     return Lineup(model, this, EngineOptions(**options), 256, Path("/work/trace"), *places)  # type: ignore[arg-type]
 
@@ -75,18 +79,20 @@ def test_each_mode_has_its_connector() -> None:
 
 
 def test_engines_have_room_for_all_streams_and_one_more() -> None:
-    one, eight = lineup(), lineup(Load(8))
+    one, eight = lineup(), lineup(Pace(8))
     assert one.max_model_len == 4192  # whole blocks
     assert one.kv_cache_bytes == (2 * 4192 + 128) * 1000
     assert eight.kv_cache_bytes == (9 * 4192 + 128) * 1000
     assert "12" not in eight.prefill("layer").command(1)
-    assert lineup(Load(1, background=4)).kv_cache_bytes == (2 * 4192 + 128 + 4 * BACKGROUND_TOKENS) * 1000
+    assert lineup(Pace(1, background=4)).kv_cache_bytes == (2 * 4192 + 128 + 4 * BACKGROUND_TOKENS) * 1000
     longest = lineup(tokens=EngineOptions().longest_prompt(16))
     assert longest.max_model_len == 32768
 
 
 def test_engines_get_their_arguments_environment_and_place() -> None:
-    place = Place(host="10.76.0.1", http_host="10.77.0.2", device="lpd", command_prefix=("ip", "netns", "exec", "p"))
+    place = ServerPlace(
+        host="10.76.0.1", http_host="10.77.0.2", device="lpd", command_prefix=("ip", "netns", "exec", "p")
+    )
     this = lineup(options=("--dtype", "bfloat16"), variables={"UCX_TLS": "cuda_ipc"}, place=place)
     spec = this.prefill("layer")
     command = spec.command(18100)
@@ -95,11 +101,11 @@ def test_engines_get_their_arguments_environment_and_place() -> None:
     assert command[command.index("--tokenizer") + 1] == "/models/words"
     assert "--skip-tokenizer-init" not in command
     assert command[-2:] == ["--dtype", "bfloat16"]  # after our options, so the user's win
-    many = lineup(Load(12), options=("--max-num-seqs", "99"))
+    many = lineup(Pace(12), options=("--max-num-seqs", "99"))
     assert many.prefill("layer").command(1)[-4:] == ["--max-num-seqs", "12", "--max-num-seqs", "99"]
-    assert lineup(Load(8, background=4)).prefill("layer").command(1)[-2:] == ["--max-num-seqs", "12"]
+    assert lineup(Pace(8, background=4)).prefill("layer").command(1)[-2:] == ["--max-num-seqs", "12"]
     assert spec.environment(5600)["UCX_TLS"] == "cuda_ipc"
-    assert this.prefill(AGGREGATED).place == this.proxy("layer", "http://p", "http://d", 5600).place == Place()
+    assert this.prefill(AGGREGATED).place == this.proxy("layer", "http://p", "http://d", 5600).place == ServerPlace()
 
 
 def test_each_mode_has_a_proxy() -> None:
@@ -110,7 +116,7 @@ def test_each_mode_has_a_proxy() -> None:
 
 
 def test_the_proxy_of_mooncake_knows_p_which_has_a_bootstrap_server() -> None:
-    this = lineup(place=Place(host="10.76.0.1"))
+    this = lineup(place=ServerPlace(host="10.76.0.1"))
     p = this.prefill("mooncake")
     command = this.proxy("mooncake", "http://p:1", "http://d:2", 5600).command(18101)
     assert command[2:5] == ["bench.serve.mooncake_proxy", p.name, "http://10.76.0.1:5600"]
@@ -122,11 +128,11 @@ def test_the_proxy_of_mooncake_knows_p_which_has_a_bootstrap_server() -> None:
 
 def test_a_model_of_the_user_is_read_from_its_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 131072}')
-    model = Model.of_directory(tmp_path)
+    model = ServedModel.of_directory(tmp_path)
     assert (model.longest, model.tokenizer, model.kv_bytes_per_token) == (131072, tmp_path, None)
     assert "--kv-cache-memory-bytes" not in lineup(model=model).prefill("layer").command(1)
     with pytest.raises(ValueError, match=r"config\.json"):
-        Model.of_directory(tmp_path / "nothing")
+        ServedModel.of_directory(tmp_path / "nothing")
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from bench.serve.site import Turns
-from bench.servers.engines import Engine, EngineSpec
+from bench.serve.site import ServerTurns
+from bench.servers.engines import EngineServer, EngineSpec
 from tests.support.waiting import until
 
 
@@ -25,11 +25,11 @@ class Server:
         self.signals.append(signum)
 
 
-def lineup() -> tuple[Turns, dict[str, Server]]:
+def lineup() -> tuple[ServerTurns, dict[str, Server]]:
     """Two modes share D, as layerpush's modes do."""
     servers = {name: Server() for name in ("one", "layer-p", "chunk-p", "d")}
     modes = {"aggregated": ["one"], "layer": ["layer-p", "d"], "chunk": ["chunk-p", "d"]}
-    return Turns({mode: [servers[name] for name in names] for mode, names in modes.items()}), servers
+    return ServerTurns({mode: [servers[name] for name in names] for mode, names in modes.items()}), servers
 
 
 def running(servers: dict[str, Server]) -> set[str]:
@@ -65,7 +65,7 @@ def test_a_forked_server_is_suspended_and_its_client_is_not(tmp_path: Path) -> N
     server = subprocess.Popen(["sleep", "600"], start_new_session=True)
     spec = EngineSpec("p", "plain", Path("m"), server=("sh", "-c", "sleep 600"))
     forks: Any = SimpleNamespace(group_of=lambda client: server.pid)
-    client = Engine(spec, 1, 2, tmp_path / "log", forks)
+    client = EngineServer(spec, 1, 2, tmp_path / "log", forks)
     try:
         assert server.pid in client.members()
         client.signal(signal.SIGSTOP)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bench.servers import engines, forkclient, forkserver
-from bench.servers.engines import EngineFailedError, EngineGroup, EngineSpec, Place
+from bench.servers.engines import EngineFailedError, EngineGroup, EngineSpec, ServerPlace
 from bench.servers.interrupts import Interrupted, Interrupts
 from bench.servers.ports import PortAllocator
 from bench.servers.processes import is_running
@@ -253,7 +253,7 @@ def test_a_server_that_survives_does_not_keep_the_fork_server(tmp_path: Path, mo
         raise RuntimeError("processes survived SIGKILL")
 
     group = EngineGroup(tmp_path, Interrupts(), forks=True)
-    group.preload(Place(command_prefix=("sleep", "60")))
+    group.preload(ServerPlace(command_prefix=("sleep", "60")))
     (fork_server,) = group._fork_servers.values()
     monkeypatch.setattr(group, "stop", fails)
     with pytest.raises(RuntimeError, match="survived"):
@@ -262,7 +262,7 @@ def test_a_server_that_survives_does_not_keep_the_fork_server(tmp_path: Path, mo
 
 
 def test_a_failed_fork_server_is_reported_with_its_log(tmp_path: Path):
-    place = Place(command_prefix=("sh", "-c", "echo no vLLM here; exit 3"))
+    place = ServerPlace(command_prefix=("sh", "-c", "echo no vLLM here; exit 3"))
     with servers(tmp_path, forks=True) as group:
         group.preload(place)
         with pytest.raises(EngineFailedError, match=r"fork server ended with status 3.\nno vLLM here"):

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from bench.forward.__main__ import app
 from bench.servers import link as linking
-from bench.servers.link import Link, LinkError
+from bench.servers.link import EmulatedLink, LinkError
 
 
 class Commands:
@@ -50,7 +50,7 @@ def made(commands: Commands) -> set[tuple[str, str]]:
 
 
 def test_the_link_removes_every_object_it_made(commands: Commands) -> None:
-    with Link("1gbit"):
+    with EmulatedLink("1gbit"):
         assert not commands.objects("del")
     assert made(commands) == commands.objects("del")
     assert len(made(commands)) == 4
@@ -60,7 +60,7 @@ def test_the_link_removes_every_object_it_made(commands: Commands) -> None:
 @pytest.mark.parametrize("error", [LinkError, KeyboardInterrupt])
 def test_a_failed_setup_leaves_no_object(commands: Commands, step: str, error: type[BaseException]) -> None:
     commands.fails, commands.error = step, error
-    with pytest.raises(error), Link("1gbit"):
+    with pytest.raises(error), EmulatedLink("1gbit"):
         pass
     removed = commands.objects("del")
     if error is LinkError and step == "netns":  # the first command failed: nothing was made
@@ -72,7 +72,7 @@ def test_a_failed_setup_leaves_no_object(commands: Commands, step: str, error: t
 def test_a_foreign_namespace_is_not_touched(commands: Commands, tmp_path: Path) -> None:
     foreign = f"layerpush-d-{os.getpid() % 100_000}"
     (tmp_path / foreign).touch()
-    with pytest.raises(LinkError, match=f"{foreign} already, and it is not ours"), Link("1gbit"):
+    with pytest.raises(LinkError, match=f"{foreign} already, and it is not ours"), EmulatedLink("1gbit"):
         pass
     assert not commands.run
 
@@ -80,14 +80,14 @@ def test_a_foreign_namespace_is_not_touched(commands: Commands, tmp_path: Path) 
 def test_a_foreign_namespace_that_appears_during_setup_is_not_touched(commands: Commands) -> None:
     foreign = f"layerpush-d-{os.getpid() % 100_000}"
     commands.fails = foreign
-    with pytest.raises(LinkError, match=foreign), Link("1gbit"):
+    with pytest.raises(LinkError, match=foreign), EmulatedLink("1gbit"):
         pass
     assert commands.objects("del") == {("netns", f"layerpush-p-{os.getpid() % 100_000}")}
 
 
 def test_the_error_without_root_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(LinkError, match="run this as root, or without an emulated link"), Link("1gbit"):
+    with pytest.raises(LinkError, match="run this as root, or without an emulated link"), EmulatedLink("1gbit"):
         pass
     result = CliRunner().invoke(app, ["--links", "loopback,500mbit"], env={"COLUMNS": "400", "NO_COLOR": "1"})
     assert result.exit_code == 2
@@ -97,5 +97,5 @@ def test_the_error_without_root_gives_advice(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_missing_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(linking.shutil, "which", lambda tool: None)
-    with pytest.raises(LinkError, match="'ip': install iproute2"), Link("1gbit"):
+    with pytest.raises(LinkError, match="'ip': install iproute2"), EmulatedLink("1gbit"):
         pass

@@ -12,7 +12,7 @@ import pytest
 
 from bench.demo import measure
 from bench.demo.measure import examine, result_of
-from bench.servers.load import Answer
+from bench.servers.load import GreedyAnswer
 from layerpush.telemetry.trace_records import this_process
 from tests.unit.test_demo_figures import push_line
 
@@ -29,8 +29,8 @@ def trace(directory: Path, *lines: dict[str, object]) -> None:
     (directory / "p-rank0-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in whole))
 
 
-def answer(tokens: tuple[int, ...] = RIGHT, request_id: str = "abc", ttft_s: float = 0.5) -> Answer:
-    return Answer(request_id, tokens, 11.0, 11.0 + ttft_s)
+def answer(tokens: tuple[int, ...] = RIGHT, request_id: str = "abc", ttft_s: float = 0.5) -> GreedyAnswer:
+    return GreedyAnswer(request_id, tokens, 11.0, 11.0 + ttft_s)
 
 
 def test_the_later_of_two_pushes_of_a_request_counts(tmp_path: Path):
@@ -94,13 +94,13 @@ class Playing:
         monkeypatch.setattr(measure, "complete", self.complete)
         monkeypatch.setattr(measure, "complete_disaggregated", self.complete_disaggregated)
 
-    async def complete(self, _: object, engine: object, prompt: list[int], __: int) -> Answer:
+    async def complete(self, _: object, engine: object, prompt: list[int], __: int) -> GreedyAnswer:
         self.alone.append((engine, prompt[0]))
         return answer(tokens=(prompt[0],))
 
     async def complete_disaggregated(
         self, _: object, p: object, d: object, prompt: list[int], __: int, mode: str | None
-    ) -> Answer:
+    ) -> GreedyAnswer:
         assert (p, d) == ("P", "D")
         self.pushed.append((prompt[0], mode))
         return answer(tokens=(prompt[0],))

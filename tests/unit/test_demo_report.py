@@ -8,11 +8,11 @@ import json
 import pytest
 from rich.console import Console
 
-from bench.demo.measure import Sample
+from bench.demo.measure import DemoSample
 from bench.demo.report import DemoReport
 from bench.figures import figures_of
 from bench.hand_over import PARTS, HandOver
-from bench.servers.load import Answer
+from bench.servers.load import GreedyAnswer
 from tests.unit.test_demo_figures import parse
 
 KEYS = {
@@ -35,13 +35,13 @@ KEYS = {
 HAND_OVER = HandOver(200.0, dict(zip(PARTS, (0.0, 20.0, 30.0, 5.0, 1.0, 44.0, 100.0), strict=True)))
 
 
-def sample(exposed_s: float = 0.1, **changes: object) -> Sample:
+def sample(exposed_s: float = 0.1, **changes: object) -> DemoSample:
     push = parse(t_last_landed=11.3 + exposed_s)
-    made = Sample(0, Answer("abc", (5, 6, 7), 10.0, 11.5), True, push, figures_of(push), HAND_OVER, None)
+    made = DemoSample(0, GreedyAnswer("abc", (5, 6, 7), 10.0, 11.5), True, push, figures_of(push), HAND_OVER, None)
     return dataclasses.replace(made, **changes)
 
 
-def report(**modes: list[Sample]) -> DemoReport:
+def report(**modes: list[DemoSample]) -> DemoReport:
     exposed = {"auto": 0.01, "layer": 0.02, "chunk": 0.05, "request": 0.1}
     samples = {mode: [sample(seconds)] for mode, seconds in exposed.items()} | modes
     return DemoReport(samples, negative_control_detected=True, verify_detected=True)

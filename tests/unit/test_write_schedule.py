@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from layerpush.apps.estimate.simulation import LayerCache, Push, SimulatedWriter
+from layerpush.apps.estimate.simulation import SimulatedPush, SimulatedWriter
 from layerpush.core.kv_kind import KvKind
 from layerpush.core.push_mode import PushMode
 from layerpush.prefill.write_schedule import SAFETY, Progress, Speeds, layers_to_wait
@@ -53,7 +53,7 @@ def know(case: Case, speed: LinkSpeed, wrong_by: float = 1.0) -> None:
         speed.write_ended(-1 - key, at, landed=True)
 
 
-def push(case: Case, mode: PushMode = PushMode.AUTO, wrong_by: float | None = None) -> Push:
+def push(case: Case, mode: PushMode = PushMode.AUTO, wrong_by: float | None = None) -> SimulatedPush:
     """A push over ``case``'s wire. ``wrong_by``: see ``know``; None: the link is new."""
     rng, slower, noise = random.Random(case.seed), 1.0, 0.0
     parts = [1.0] * (case.chunks - 1) + [case.last_part if case.chunks > 1 else 1.0]
@@ -64,15 +64,15 @@ def push(case: Case, mode: PushMode = PushMode.AUTO, wrong_by: float | None = No
             slower, noise = case.contended.get(number, slower), rng.uniform(0, case.jitter)
             yield parts[chunk] * case.layer_s * (1 + rng.uniform(-case.jitter, case.jitter))
 
-    caches = [LayerCache(0, case.block_bytes)] * case.layers
-    writer = SimulatedWriter([KvKind(1)], caches, mode, lambda size, _: case.seconds(size) * slower * (1 + noise))
+    groups, size = [0] * case.layers, case.block_bytes
+    writer = SimulatedWriter([KvKind(1)], groups, size, mode, lambda size, _: case.seconds(size) * slower * (1 + noise))
     if wrong_by is not None:
         know(case, writer.link.speed, wrong_by)
     steps = [(round(part * TOKENS), layers(chunk)) for chunk, part in enumerate(parts)]
     return writer.push(sum(tokens for tokens, _ in steps), steps)
 
 
-def largest_s(done: Push) -> float:
+def largest_s(done: SimulatedPush) -> float:
     return max(write.landed - write.posted for write in done.writes)
 
 

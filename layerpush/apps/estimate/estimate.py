@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from layerpush.apps.estimate.model import Model, ModelError
-from layerpush.apps.estimate.simulation import LayerCache, Push, SimulatedWriter
+from layerpush.apps.estimate.simulation import SimulatedPush, SimulatedWriter
 from layerpush.core.push_mode import PushMode
 
 MODES = (PushMode.AUTO, PushMode.LAYER, PushMode.WHOLE)
@@ -74,7 +74,7 @@ class Estimate:
         ours, theirs = (self.block_tokens * self.model.rank_bytes(ranks) for ranks in self.ranks)
         return theirs * self.ranks[1] // self.ranks[0], min(ours, theirs)
 
-    def push(self, tokens: int, mode: PushMode, wire: Wire | None = None) -> Push:
+    def push(self, tokens: int, mode: PushMode, wire: Wire | None = None) -> SimulatedPush:
         """One rank's push of a prompt, by a writer that has used the link before."""
         wire, (size, part) = wire or self.wire, self._block_bytes
         rate = wire.rate / max(1, self.ranks[0] // self.ranks[1])  # so many ranks of P share a card of D
@@ -83,8 +83,8 @@ class Estimate:
             return wire.write_s + written / rate + wire.descriptor_s * blocks * size / part
 
         kinds = [self.model.kind(kind, self.block_tokens) for kind in self._kinds]
-        layers = [LayerCache(self._kinds.index(kind), size) for kind in self.model.kinds]
-        writer = SimulatedWriter(kinds, layers, mode, seconds)
+        groups = [self._kinds.index(kind) for kind in self.model.kinds]
+        writer = SimulatedWriter(kinds, groups, size, mode, seconds)
         writer.push(min(tokens, self.chunk), self._steps(min(tokens, self.chunk)))
         return writer.push(tokens, self._steps(tokens))
 
@@ -93,20 +93,20 @@ class Estimate:
             end, layers = min(tokens, start + self.chunk), self.model.layers
             yield end - start, [self.seconds(start, end) / layers] * layers
 
-    def prompt(self, tokens: int) -> Prompt:
+    def prompt(self, tokens: int) -> PromptEstimate:
         pushes = {mode: self.push(tokens, mode) for mode in MODES}
         blocks = pushes[PushMode.WHOLE].writes[0].blocks
-        return Prompt(self, tokens, blocks * self._block_bytes[0] * self.ranks[0], pushes)
+        return PromptEstimate(self, tokens, blocks * self._block_bytes[0] * self.ranks[0], pushes)
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptEstimate:
     """A prompt of ``tokens``, whose KV has ``bytes`` on the wire, all ranks together."""
 
     estimate: Estimate
     tokens: int
     bytes: int
-    pushes: dict[PushMode, Push]
+    pushes: dict[PushMode, SimulatedPush]
 
     @property
     def prefill_s(self) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerpush.apps.estimate.estimate import MODES, Prompt
+from layerpush.apps.estimate.estimate import MODES, PromptEstimate
 from layerpush.apps.tracing.picture import panel_grid
 
 if TYPE_CHECKING:
@@ -17,13 +17,13 @@ POINTS, SLOWER, FASTER = 19, 0.25, 64.0
 """The picture has so many speeds, from and to these multiples of the one that just keeps up."""
 
 
-def draw_prompt(prompt: Prompt, path: Path) -> None:
+def draw_prompt(prompt: PromptEstimate, path: Path) -> None:
     """The file's ending chooses the format. Raises ``PictureError`` without matplotlib, or for an unknown ending."""
     with panel_grid(path, [4.0], 1, COLOURS, width=8) as ((axes,),):
         draw(axes, prompt)
 
 
-def draw(axes: Axes, prompt: Prompt) -> None:
+def draw(axes: Axes, prompt: PromptEstimate) -> None:
     estimate, slowest = prompt.estimate, SLOWER * prompt.keeps_up_from
     rates = [slowest * (FASTER / SLOWER) ** (point / (POINTS - 1)) for point in range(POINTS)]
     for mode in MODES:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from layerpush.apps.estimate.estimate import PAYS, Prompt
+from layerpush.apps.estimate.estimate import PAYS, PromptEstimate
 
 UNKNOWN = (
     "TTFT ends when D has all KV: router, tokenizing, queues and D's first step come on top, in every mode.",
@@ -20,7 +20,7 @@ UNKNOWN = (
 WIDTH = 80
 
 
-def text(prompts: Sequence[Prompt], speed: str) -> str:
+def text(prompts: Sequence[PromptEstimate], speed: str) -> str:
     """``speed``: where P's comes from, as a sentence."""
     estimate = prompts[0].estimate
     (ours, theirs), wire = estimate.ranks, estimate.wire
@@ -55,7 +55,7 @@ def text(prompts: Sequence[Prompt], speed: str) -> str:
     return "\n".join(lines)
 
 
-def data(prompts: Sequence[Prompt], speed: str) -> dict[str, Any]:
+def data(prompts: Sequence[PromptEstimate], speed: str) -> dict[str, Any]:
     """Times in seconds, rates in bytes a second. ``pays_up_to`` is null if by layer pays on any link."""
     estimate = prompts[0].estimate
     return {

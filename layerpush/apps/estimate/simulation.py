@@ -38,14 +38,6 @@ REST_S = 60.0
 """Between two pushes of one writer."""
 
 
-@dataclass(frozen=True)
-class LayerCache:
-    """One layer's KV on this rank: bytes of a block. ``group`` counts the kinds of KV cache."""
-
-    group: int
-    block_bytes: int
-
-
 class Written(NamedTuple):
     """One WRITE: when it was posted and has landed, its blocks in all layers, its layers."""
 
@@ -56,7 +48,7 @@ class Written(NamedTuple):
 
 
 @dataclass
-class Push:
+class SimulatedPush:
     """The course of one push. ``ready``: the time of each layer of each step."""
 
     began: float
@@ -76,28 +68,29 @@ class Push:
 
 class SimulatedWriter:
     """``seconds`` of a WRITE on the wire, from its bytes and its blocks in all layers. ``kinds``: of each group of
-    layers. The writer remembers the link from one push to the next.
+    layers. ``groups``: of each layer, whose block on this rank has ``block_bytes``. The writer remembers the link from
+    one push to the next.
     """
 
     def __init__(
         self,
         kinds: Sequence[KvKind],
-        layers: Sequence[LayerCache],
+        groups: Sequence[int],
+        block_bytes: int,
         mode: PushMode,
         seconds: Callable[[int, int], float],
     ) -> None:
         self._kinds, self._mode, self._seconds = kinds, mode, seconds
-        self._groups = [layer.group for layer in layers]
-        self._bytes = [layer.block_bytes for layer in layers]
+        self._groups, self._bytes = groups, [block_bytes] * len(groups)
         self._interval = LayerInterval()
-        self._schedule = StepSchedule(len(layers), self._interval)
+        self._schedule = StepSchedule(len(groups), self._interval)
         self.link = Link("D", (), ())
         self._now = 0.0
 
-    def push(self, prompt: int, steps: Iterable[tuple[int, Iterable[float]]]) -> Push:
+    def push(self, prompt: int, steps: Iterable[tuple[int, Iterable[float]]]) -> SimulatedPush:
         """Push a prompt of ``prompt`` tokens. A step has a number of tokens, and the seconds of each layer."""
         self._now += REST_S
-        self._done, self._free = Push(self._now), self._now
+        self._done, self._free = SimulatedPush(self._now), self._now
         self._in_flight: deque[tuple[float, Write]] = deque()
         size, total = self._kinds[0].block_tokens, -(-prompt // self._kinds[0].block_tokens)
         blocks = list(range(1, total + 1))

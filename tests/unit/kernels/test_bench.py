@@ -67,16 +67,16 @@ def test_a_wrong_byte_is_an_error_and_nothing_is_written(tmp_path: Path) -> None
 
 @FLUSH
 def test_a_killed_run_leaves_the_finished_cases(tmp_path: Path) -> None:
-    measure, asked = kernel.Bench.measure, []
+    measure, asked = kernel.KernelBench.measure, []
 
-    def killed(bench: kernel.Bench, case: kernel.Case, timer: kernel.Timer) -> kernel.Cell:
+    def killed(bench: kernel.KernelBench, case: kernel.CopyCase, timer: kernel.Timer) -> kernel.CopyTimes:
         asked.append(case)
         if len(asked) == 3:
             raise MemoryError
         return measure(bench, case, timer)
 
     out = tmp_path / "kernel.json"
-    with mock.patch.object(kernel.Bench, "measure", killed):
+    with mock.patch.object(kernel.KernelBench, "measure", killed):
         assert isinstance(CliRunner().invoke(kernel.app, [*FEW, "--out", str(out)]).exception, MemoryError)
     assert [path.name for path in tmp_path.iterdir()] == ["kernel.unfinished.json"]
     kept = json.loads((tmp_path / "kernel.unfinished.json").read_text())
@@ -89,7 +89,7 @@ def test_a_killed_run_leaves_the_finished_cases(tmp_path: Path) -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 7, 64])
 @pytest.mark.parametrize("pattern", kernel.IDS)
 def test_ids_are_distinct_and_follow_their_pattern(pattern: str, blocks: int) -> None:
-    ids = kernel.Case(64, blocks, pattern).block_ids()
+    ids = kernel.CopyCase(64, blocks, pattern).block_ids()
     assert len(ids) == len(set(ids.tolist())) == blocks
     assert 0 <= int(ids.min()) <= int(ids.max()) < 2 * blocks
     steps = (ids.diff() == 1).tolist()
