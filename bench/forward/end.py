@@ -131,4 +131,4 @@ def _agent(name: str, settings: ForwardSettings) -> Any:
 
     if settings.progress == "calm":
         delay_progress_thread(sys.modules[nixl_agent.__module__])
-    return nixl_agent(name, nixl_agent_config(enable_prog_thread=True, num_threads=4))
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=True, num_threads=0))  # layerpush's default
