@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.markdown import Result, conditions, number_table, with_interval
 
-AUTO, LAYER, CHUNK, REFERENCE = "auto", "layer", "chunk", "request"
+AUTO, LAYER, REFERENCE = "auto", "layer", "request"
 VERIFY_TIMES = ("writer_s", "exposed_s", "handed_over_s")
 DELAYS = ("computing", "for_a_core", "for_the_lock")
 
@@ -21,7 +21,6 @@ def table(result: Result) -> str:
     cells = result["cells"]
     modes = list(cells[0]["modes"])
     early = AUTO if AUTO in modes else LAYER
-    beside = [other for other in (LAYER, CHUNK) if early == AUTO and other in modes]
     headings = (
         *("model", "link", "blocks", "tokens", "link use"),
         *(f"exposed by `{mode}`" for mode in modes),
@@ -37,11 +36,8 @@ def table(result: Result) -> str:
             "writer",
             "writer queued",
         ),
-        *(f"forward of {other}'s" for other in beside),
-        *(f"exposed of {other}'s" for other in beside),
-        *(f"writer of {other}'s" for other in beside),
     )
-    rows = number_table(headings, [_row(cell, modes, early, beside) for cell in cells], words=3)
+    rows = number_table(headings, [_row(cell, modes, early) for cell in cells], words=3)
     missed = sum(bool(cell["misses"]) for cell in cells)
     by = "by layer" if early == LAYER else f"in mode `{early}`"
     about = (
@@ -78,9 +74,9 @@ def _exposed(cell: Mapping[str, Any], modes: list[str]) -> list[str]:
     return [f"{1e3 * cell['modes'][mode]['exposed_s_median']:.1f} ms" for mode in modes]
 
 
-def _row(cell: Mapping[str, Any], modes: list[str], early: str, beside: list[str]) -> tuple[str, ...]:
+def _row(cell: Mapping[str, Any], modes: list[str], early: str) -> tuple[str, ...]:
     pushed = cell["modes"].get(early)
-    rest: tuple[str, ...] = ("",) * (10 + 3 * len(beside))
+    rest: tuple[str, ...] = ("",) * 10
     if pushed is not None:
         share = pushed.get(f"exposed_of_{REFERENCE}")
         rest = (
@@ -90,17 +86,10 @@ def _row(cell: Mapping[str, Any], modes: list[str], early: str, beside: list[str
             with_interval(pushed["slowdown"]),
             *(f"{100 * pushed['delays'][part]:+.1f} %" if pushed["delays"] else "" for part in DELAYS),
             f"{pushed['hook_us']['p50']:.1f} µs",
-            f"{1e3 * _writer_s(pushed):.1f} ms",
+            f"{1e3 * statistics.median(pushed['raw']['writer_s']):.1f} ms",
             f"{1e3 * statistics.median(queued):.1f} ms" if (queued := pushed["raw"].get("writer_queued_s")) else "",
-            *(with_interval(pushed[f"forward_of_{other}"]) for other in beside),
-            *(with_interval(pushed[f"exposed_of_{other}"]) for other in beside),
-            *(f"{_writer_s(pushed) / _writer_s(cell['modes'][other]):.2f}" for other in beside),
         )
     return (*_place(cell), *_exposed(cell, modes), *rest)
-
-
-def _writer_s(figures: Mapping[str, Any]) -> float:
-    return float(statistics.median(figures["raw"]["writer_s"]))
 
 
 def _cores(result: Result) -> str:

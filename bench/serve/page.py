@@ -210,7 +210,6 @@ def _of_auto(cells: Sequence[Cell]) -> dict[str, list[str]]:
         "best": [f"`{cell['best']}`" for cell in cells],
         "first token of best's": [_ratio(cell, "ttft_ms", f"{AUTO}/{cell['best']}") for cell in cells],
         "prefill of request's": [_ratio(cell, "prefill_ms", f"{AUTO}/{REFERENCE}") for cell in cells],
-        "exposed of request's": [_ratio(cell, "exposed_ms", f"{AUTO}/{REFERENCE}") for cell in cells],
     }
 
 

@@ -78,7 +78,6 @@ SECTIONS: Mapping[str, Section] = {
     "gpu-serve-figures": Section((FIGURES,), of("gpu-serve.json", serve.tables)),
     "gpu-kernel-figures": Section((BENCHMARKS,), of("gpu-kernel.json", kernelpage.tables)),
     "sgl-short": Section((BENCHMARKS,), of("sgl.json", forward.short_table)),
-    "sgl-figures": Section((FIGURES,), of("sgl.json", forward.table)),
     "copies-figures": Section((BENCHMARKS,), of("copies.json", copies.tables)),
     "kept-figures": Section((BENCHMARKS,), of("kept.json", keptpage.table)),
     "waiting-figures": Section((BENCHMARKS,), of("waiting.json", waiting.table)),

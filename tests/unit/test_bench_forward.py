@@ -164,7 +164,6 @@ def test_a_limit_inside_the_interval_is_not_reported_as_missed_for_sure() -> Non
 def test_auto_has_the_limits_if_measured_and_is_compared_with_every_mode() -> None:
     slow = series(0.84, 0.001)
     here = cell(slow, auto=series(0.8, 0.001, writer_s=0.05))
-    here.series["chunk"].writer_s[:] = [0.05] * 4
     assert here.misses == []
     assert "the forward takes 1.050 x its time without a push, not 1.03, for sure" in cell(auto=slow).misses
     written = json.loads(json.dumps(here.as_json()))
@@ -180,10 +179,8 @@ def test_auto_has_the_limits_if_measured_and_is_compared_with_every_mode() -> No
         {"cells": [written], **head, "settings": pinned}
     )
     headings, _, row = text.splitlines()[:3]
-    assert headings.index("exposed by `auto`") < headings.index("exposed by `layer`") < headings.index("forward of")
-    assert row.endswith(
-        "| 0.952 [0.952, 0.952] | 1.000 [1.000, 1.000] | 1.000 [1.000, 1.000] | 0.020 [0.020, 0.020] | 0.50 | 1.00 |"
-    )
+    assert headings.index("exposed by `auto`") < headings.index("exposed by `layer`") < headings.index("hook")
+    assert "| 50.0 ms |" in row
     assert "in mode `auto`" in text
 
 
