@@ -83,7 +83,7 @@ def asks(
 
 
 UNKNOWN_S = 30.0
-STOCK = asks(layerpush=0)
+STOCK = asks(layerpush=0, sampling="greedy")
 FIRST, SECOND = asks(blocks=(1, 2)), asks(blocks=(3, 4))
 """Two registrations of one id."""
 
@@ -297,14 +297,6 @@ def test_a_requested_first_token_is_promised_and_sent() -> None:
         assert world.received() == [FirstToken("a/d", token)]
 
 
-def test_a_stock_d_gets_no_layerpush_message() -> None:
-    world, wanted = World(), asks(layerpush=0, sampling="greedy")
-    world.receives(wanted)
-    world.claims.send_first_token(SendFirstToken(wanted, 7), world.now)
-    world.settle()
-    assert world.received() == []
-
-
 def test_a_taken_registration_can_be_cancelled_and_is_not_kept_again() -> None:
     world, wanted = World(), asks()
     world.receives(wanted)
@@ -447,15 +439,6 @@ def test_a_registration_waits_for_its_own_prompt_of_the_named_request() -> None:
     world.receives(asks("cmpl-a-1/d", prefill="cmpl-a-0/p", digest="two"))
     assert world.received() == [Accepted("cmpl-a-1/d")]
     assert world.claims.pending == 1
-
-
-def test_digests_of_ended_requests_are_forgotten() -> None:
-    world = World()
-    world.comes("a/p", "one")
-    world.comes("b/p", "two")
-    world.ends("a/p", None)
-    world.ends("unknown")
-    assert [each.request_id for each in world.claims._prompts] == ["b/p"]
 
 
 # Several claims that may mean one request.
@@ -715,6 +698,7 @@ def test_an_aborted_request_is_removed_from_the_arrivals() -> None:
     world = World()
     world.claims.requests_arrived([Arrived("a/p"), Arrived("b/p")])
     world.ends("a/p")
+    world.ends("unknown")
     assert [each.request_id for each in world.claims._prompts] == ["b/p"]
 
 
@@ -954,6 +938,7 @@ def test_a_decline_of_an_ended_request_withdraws_no_other() -> None:
 def test_a_stock_engine_gets_no_answers() -> None:
     world = World()
     wanted = world.served(STOCK)
+    world.claims.send_first_token(SendFirstToken(wanted, 7), world.now)
     world.receives(wanted, "d-1")
     world.receives(asks(layerpush=0, blocks=(3, 4)))
     assert world.peer_errors.counts == {"id in use": 1}

@@ -294,6 +294,7 @@ def test_an_unreachable_prefill_engine_fails_the_load() -> None:
         world.settle()
         world.tick(1.0)
     assert world.reports == ["failed"]
+    assert world.engine.declined == [Decline("r", "D")], "P's blocks need not wait for the load"
     assert world.is_over()
 
 
@@ -640,14 +641,16 @@ def test_an_abort_sends_cancels_and_waits_for_the_prefill_ranks() -> None:
     assert world.reports == [], "the engine itself holds the blocks meanwhile"
     world.receives(Fail("r", 0, "it ended", True), "p-0")
     assert world.reports == ["failed"]
+    assert world.engine.declined == []
     assert world.is_over()
 
 
-def test_an_abort_before_the_registration_sends_no_message() -> None:
+def test_an_abort_before_the_registration_declines_the_load_and_sends_no_other_message() -> None:
     world = World()
     world.network.listening = {}
     world.awaits()
     world.loads.abort("r", "aborted", world.now)
+    assert world.engine.declined == [Decline("r", "D")]
     world.tick()
     assert world.reports == ["failed"]
     world.network.answer("P", "p-0")
@@ -1116,39 +1119,6 @@ def test_lost_peers_are_counted_by_cause() -> None:
     assert counted(world)[1] == {"silent": 1, "gone": 1}
 
 
-# Loads that are declined.
-
-
-def test_a_load_that_was_not_registered_is_declined() -> None:
-    """P's blocks need not wait for the load."""
-    world = World()
-    world.network.listening = {}
-    world.awaits()
-    for _ in range(TRIES):
-        world.network.reject("P", OSError("no route"))
-        world.tick()
-        world.tick(RETRY_S)
-    assert world.reports == ["failed"]
-    assert world.engine.declined == [Decline("r", "D")]
-
-
-def test_a_load_that_is_aborted_before_its_registration_is_declined() -> None:
-    world = World()
-    world.network.listening = {}
-    world.awaits()
-    world.loads.abort("r", "aborted", world.now)
-    assert world.engine.declined == [Decline("r", "D")]
-
-
-def test_a_registered_load_is_cancelled_and_not_declined() -> None:
-    world = World()
-    world.awaiting("p-0")
-    world.loads.abort("r", "aborted", world.now)
-    world.receives(Cancelled("r"))
-    assert world.reports == ["failed"]
-    assert world.engine.declined == []
-
-
 # The cost of a turn.
 
 
@@ -1198,8 +1168,16 @@ def test_a_rank_that_has_all_of_the_kv_says_nothing_of_a_prefix() -> None:
     assert world.engine.kept == [("refused", 0)]
 
 
-@pytest.mark.parametrize("answer", [None, Accepted("r"), Accepted("r", prefix_tokens=16)])
-def test_an_engine_that_does_not_know_prefix_tokens_completes_no_return(answer: Accepted | None) -> None:
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [
+        (None, "failed"),
+        (Accepted("r"), "failed"),
+        (Accepted("r", prefix_tokens=16), "failed"),
+        (Accepted("r", prefix_tokens=32), "loaded"),
+    ],
+)
+def test_only_an_engine_that_knows_prefix_tokens_completes_a_return(answer: Accepted | None, outcome: str) -> None:
     """A stock engine pushes the request that has the same base id, or an older one the whole prompt."""
     world = World()
     world.engine.known.add("r")
@@ -1208,14 +1186,4 @@ def test_an_engine_that_does_not_know_prefix_tokens_completes_no_return(answer: 
     if answer is not None:
         world.receives(answer)
     world.receives(Completion("r", 1))
-    assert world.reports == ["failed"]
-
-
-def test_an_engine_that_knows_prefix_tokens_completes_a_return() -> None:
-    world = World()
-    world.engine.known.add("r")
-    world.loads.register(replace(registration("r"), prefix_tokens=32), P, EXTRA, world.now)
-    world.settle()
-    world.receives(Accepted("r", prefix_tokens=32))
-    world.receives(Completion("r", 1))
-    assert world.reports == ["loaded"]
+    assert world.reports == [outcome]
