@@ -41,7 +41,13 @@ def scale(seed: int) -> list[Plan]:
     return [replace(one, prefill=half, decode=half) for half in (5, 50, 500)]
 
 
-STUDIES = {study.__name__: study for study in (load, incast, ratio, scale)}
+def deaths(seed: int) -> list[Plan]:
+    """10, 100 and 1,000 engines. A tenth of them die at random times, and start again."""
+    one = Plan(load=0.2, seconds=24.0, warm_up=2.0, seed=seed)
+    return [replace(one, prefill=half, decode=half, deaths=half // 5) for half in (5, 50, 500)]
+
+
+STUDIES = {study.__name__: study for study in (load, incast, ratio, scale, deaths)}
 
 
 def simulate(plan: Plan) -> dict[str, Any]:
