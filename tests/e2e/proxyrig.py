@@ -182,16 +182,17 @@ def rig(scratch: Path) -> Iterator[Rig]:
     model = model_with_tokenizer(scratch / "model")
     ports = PortAllocator(PROXY_PORTS)
     at_p = (ports.next_free(), ports.next_free())
-    tracing = {"trace_dir": str(scratch / "trace")}
+    turns = {"bidirectional_kv_xfer": True}
+    at_prefill = {"trace_dir": str(scratch / "trace"), **turns}
     with Interrupts() as interrupts, contextlib.ExitStack() as groups:
 
         def start_prefill(engine_id: str) -> EngineServer:
             group = groups.enter_context(EngineGroup(scratch, interrupts, ReservedPorts(at_p)))
-            return group.start(server_spec(engine_id, "prefill", model, WORDS, extra=tracing))
+            return group.start(server_spec(engine_id, "prefill", model, WORDS, extra=at_prefill))
 
         others = groups.enter_context(EngineGroup(scratch, interrupts, ports))
         decodes = [
-            others.start(server_spec(f"decode-{index}", "decode", model, WORDS, extra={"first_token": origin}))
+            others.start(server_spec(f"decode-{index}", "decode", model, WORDS, extra={"first_token": origin, **turns}))
             for index, origin in enumerate(("decode", "prefill"))
         ]
         prefill = start_prefill("prefill-first")

@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from bench.figures import read_pushes
+from bench.serve.scrape import Meter
 from bench.servers.engines import EngineServer
 from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity
 from layerpush.telemetry.metrics.catalog import FIRST_TOKENS
@@ -192,6 +193,25 @@ def test_a_letter_split_between_p_s_token_and_the_next(servers: Rig, starts_on_p
         whole = starts_on_p.client.completions.create(prompt=text, **changes)
         events = list(starts_on_p.client.completions.create(prompt=text, stream=True, **changes))
     assert whole.choices[0].text == "".join(event.choices[0].text for event in events) == right
+
+
+@patient
+def test_a_conversation_of_vllms_multi_turn_client(servers: Rig, starts_on_p: ProxyProcess) -> None:
+    """As `benchmarks/multi_turn` of vLLM's repository sends it, with ``--send-conversation-id --no-stream``."""
+    messages: list[Any] = []
+    sent = {"extra_headers": {"X-Session-ID": "7"}, "extra_body": {"ignore_eos": True, "conversation_id": "7"}}
+    for turn in range(3):
+        messages.append({"role": "user", "content": words(500, seed=230 + turn)})
+        arguments: dict[str, Any] = GREEDY | {"messages": messages}
+        right = servers.expected.chat.completions.create(**arguments).choices[0].message
+        computed = Meter(servers.prefill.url, "vllm:prompt_tokens_by_source")
+        answer = starts_on_p.client.chat.completions.create(**arguments | sent)
+        assert answer.usage is not None
+        assert answer.choices[0].message.content == right.content
+        tokens = computed.since(answer.usage.prompt_tokens)
+        kept = (answer.usage.prompt_tokens - 501) // servers.prefill.spec.block_size * servers.prefill.spec.block_size
+        assert tokens["external_kv_transfer"] == max(0, kept)
+        messages.append({"role": "assistant", "content": right.content})
 
 
 @patient

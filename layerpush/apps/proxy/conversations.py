@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 
 import msgspec
 
@@ -16,6 +17,9 @@ KEPT_BYTES = 64 << 20
 KEPT_S = 480.0
 """vLLM's default of ``decoder_kv_blocks_ttl``."""
 PARAMS = "kv_transfer_params"
+DATA = b"data: "
+LINE_BYTES = 1 << 20
+"""A longer line of a stream is no event with params."""
 
 Session = tuple[str, str]
 """The client's ``Authorization``, and the name that it gives its conversation."""
@@ -44,3 +48,19 @@ class Conversations:
         if session is not None:
             self._turns.put(session, (now, params))
         return msgspec.json.encode({**members, PARAMS: None})
+
+    async def shown(self, session: Session | None, stream: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+        """D's stream as the client gets it. The session keeps the params in an event: vLLM 0.33 sends them so."""
+        line = b""
+        async for data in stream:
+            lines, end, line = (line + data).rpartition(b"\n")
+            if PARAMS.encode() in lines:
+                lines = b"\n".join(self._shown_line(session, each) for each in lines.split(b"\n"))
+            if len(line) > LINE_BYTES:
+                lines, end, line = lines + end, line, b""
+            yield lines + end
+        yield line
+
+    def _shown_line(self, session: Session | None, line: bytes) -> bytes:
+        data = line.removeprefix(DATA)
+        return line if data == line else DATA + self.without_params(session, data, asyncio.get_running_loop().time())

@@ -157,7 +157,7 @@ class Proxy:
                 return _response(replace(content, body=shown))
             stream.headers.update(content.headers)
             await stream.prepare(request)
-            async for data in content:
+            async for data in self.conversations.shown(_session(request), content):
                 await stream.write(data)
             await stream.write_eof()
             return stream

@@ -215,16 +215,8 @@ class Stub:
             "model": MODEL,
             "choices": [choice],
             "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
+            **self._returned(seen),
         }
-        if self.keeps_turns:
-            body["kv_transfer_params"] = {
-                "do_remote_decode": True,
-                "do_remote_prefill": False,
-                "remote_engine_id": self.engine_id,
-                "remote_request_id": f"cmpl-{seen.request_id}-0-suffix",
-                "remote_host": "127.0.0.1",
-                "remote_prefixes": "0123abcd",
-            }
         raw = json.dumps(body, indent=1).encode()
         self.sent[seen.request_id] = raw
         return web.Response(
@@ -260,10 +252,23 @@ class Stub:
             return self.pieces
         count = seen.body.get("max_completion_tokens") or seen.body.get("max_tokens") or 4
         events = [self._event(seen, index) for index in range(count)]
+        events[-1] |= self._returned(seen)
         if (seen.body.get("stream_options") or {}).get("include_usage"):
             usage = {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count}
             events.append({**self._event(seen, 0), "choices": [], "usage": usage})
         return [f"data: {json.dumps(event)}\n\n".encode() for event in events] + [b"data: [DONE]\n\n"]
+
+    def _returned(self, seen: Seen) -> dict[str, Any]:
+        """The params of a turn that D keeps, as vLLM puts them into an answer, or 0.33 into the last event of a stream."""
+        params = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": f"cmpl-{seen.request_id}-0-suffix",
+            "remote_host": "127.0.0.1",
+            "remote_prefixes": "0123abcd",
+        }
+        return {"kv_transfer_params": params} if self.keeps_turns else {}
 
     def _event(self, seen: Seen, index: int) -> dict[str, Any]:
         chat = "chat" in seen.path

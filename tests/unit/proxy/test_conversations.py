@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -22,12 +23,15 @@ def to_p(here: World) -> list[dict[str, Any]]:
     return [seen.params for seen in here.p.seen]
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @asynchronous
-async def test_p_gets_the_params_of_the_sessions_last_turn() -> None:
+async def test_p_gets_the_params_of_the_sessions_last_turn(stream: bool) -> None:
     async with world(d0={"keeps_turns": True}) as here:
         for _ in range(3):
-            reply = await here.post(headers=SESSION)
-            assert json.loads(reply.body)["kv_transfer_params"] is None, "a client sees no engine's address"
+            reply = await here.post(headers=SESSION, stream=stream)
+            assert b'"kv_transfer_params":null' in reply.body
+            assert b"127.0.0.1" not in reply.body, "a client sees no engine's address"
+            assert reply.body.endswith(b"}\n\ndata: [DONE]\n\n" if stream else b"}")
         first, *others = to_p(here)
         assert first == TO_PREFILL
         for params, before in zip(others, here.d.seen, strict=False):
@@ -111,6 +115,32 @@ def test_other_answers_pass_byte_for_byte(answer: bytes) -> None:
     kept = Conversations()
     assert kept.without_params(WHO, answer, 0.0) == answer
     assert kept.pop_params(WHO, 0.0) == TO_PREFILL
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@asynchronous
+async def test_params_in_an_event_are_found_in_any_split(size: int) -> None:
+    kept, sent = Conversations(), b": ping\n\ndata: {}\n\ndata: " + ANSWER + b"\r\n\r\ndata: kv_transfer_params"
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for at in range(0, len(sent), size):
+            yield sent[at : at + size]
+
+    shown = b"".join([data async for data in kept.shown(WHO, pieces())])
+    assert shown == sent.replace(ANSWER + b"\r", b'{"id":"1","kv_transfer_params":null,"choices":[1.50]}')
+    now = asyncio.get_running_loop().time()
+    assert kept.pop_params(WHO, now) == {"remote_host": "d", **TO_PREFILL}
+
+
+@asynchronous
+async def test_a_long_line_passes_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "LINE_BYTES", 8)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for data in (b"data: [1", b"2", b"3", b"]\n"):
+            yield data
+
+    assert [data async for data in Conversations().shown(WHO, pieces())] == [b"", b"data: [12", b"", b"3]\n", b""]
 
 
 def test_the_oldest_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
