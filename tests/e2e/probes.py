@@ -59,6 +59,15 @@ def reset_prefix_cache(host: HostedEngine) -> bool:
     return done
 
 
+def pause_generation(host: HostedEngine) -> None:
+    """As for new weights: vLLM clears its caches, and schedules no request from now on."""
+    host.llm.engine_core.engine_core.pause_scheduler("abort", clear_cache=True)
+
+
+def resume_generation(host: HostedEngine) -> None:
+    host.llm.engine_core.engine_core.resume_scheduler()
+
+
 def registration_sent(host: HostedEngine, base_request_id: str) -> bool:
     return host.notifications.registered(base_request_id)
 

@@ -87,6 +87,22 @@ def test_p_loads_only_what_it_has_not_cached(pair: list[EngineHost], reference: 
     d.call(wirefaults.reset)
 
 
+def test_a_pause_for_new_weights_ends_kept_turns(pair: list[EngineHost], reference: Reference) -> None:
+    """At once, although D schedules no request: its KV is that of the old weights."""
+    p, d = pair
+    first = take_turn(p, d, prompt(300, seed=159))
+    (kept,) = first.params["remote_block_ids"]
+    d.wait_idle()
+    assert d.call(probes.owned_blocks, kept) == len(kept)
+    d.call(probes.pause_generation)
+    d.wait_idle()
+    assert d.call(probes.owned_blocks, kept) == 0
+    d.call(probes.resume_generation)
+    second = take_turn(p, d, first.text + prompt(100, seed=160), first.params)
+    check(second.outcome, reference)
+    assert second.computed == 440
+
+
 @pytest.mark.exhaustive
 def test_p_is_preempted_after_it_has_loaded_a_turn(pair: list[EngineHost], reference: Reference) -> None:
     """A turn is returned once, so P computes the whole prompt."""
