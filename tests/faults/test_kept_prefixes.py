@@ -75,6 +75,19 @@ def test_p_killed_half_way(fleet: Fleet, reference: Reference, log: LogView, chu
     check_idle_soon(d)
 
 
+def test_p_aborts_half_way(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    p, d = fleet.get(engines.P, engines.D_KEEPS)
+    handoff = half_way(p, d, 660, HALF)
+    p.abort(handoff.request_id)
+    p.run()
+    check_load_failed(handoff, reference, timeout=engines.GRACE_S)
+    landed = HALF * PREFILL_TOKENS_PER_STEP
+    log.check_one(d, handoff.request_id, f"abort.*; the KV of its first {landed} tokens has landed")
+    check_computed(d, handoff, HALF)
+    check_answer(d, handoff, reference)
+    check_idle_soon(d)
+
+
 @pytest.mark.parametrize(
     "d_spec", [engines.D_FAIL_KEEPS, engines.for_test_all(engines.D_KEEPS)], ids=["fail", "recompute"]
 )
