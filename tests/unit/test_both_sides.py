@@ -212,6 +212,20 @@ def test_a_load_with_damaged_kv_fails(kind: dict[str, Any]) -> None:
     ended(worlds)
 
 
+@pytest.mark.parametrize("mutant", verify_mutants.WRONG_WRITES, ids=lambda mutant: mutant.name)
+def test_checksums_alone_reveal_wrong_writes(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The world compares no bytes itself."""
+    monkeypatch.setattr(decode.DecodeEngine, "_holds", lambda *_: True)
+    mutant.remove(monkeypatch)
+    for seed in mutant.seeds(MUTANT_STORMS):
+        try:
+            storm(seed, verify=1.0, **mutant.fault_rates)
+        except AssertionError as error:
+            if "is right: layer" in str(error):
+                return
+    pytest.fail("nobody noticed")
+
+
 def test_no_damaged_kv_is_kept() -> None:
     worlds = [long_prompts(seed, verify=1.0) for seed in storms(0, 4 * STORMS)]
     assert sum(world.mismatches for world in worlds)

@@ -1,14 +1,20 @@
-"""Guards of the comparison of what has landed with P's KV."""
+"""Guards of the comparison of what has landed with P's KV, and WRITEs that only this comparison may see."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
+from layerpush.core.write import Write
 from layerpush.decode import checks, load_protocol
 from layerpush.decode.checks import Checks
 from layerpush.decode.load_protocol import Action
 from layerpush.decode.load_session import LoadSession
 from layerpush.prefill.samples import Sample
+from layerpush.transport.base import DescriptorIds
+from layerpush.transport.link import DirectPlanner, Link
+from tests.unit.both_sides import mutants
 from tests.unit.both_sides.mutants import Mutant, Patch, adding_to
 
 MUTANTS: list[Mutant] = []
@@ -50,3 +56,19 @@ def a_prefix_of_wrong_kv_is_kept(patch: Patch) -> None:
 def the_blocks_of_a_prompt_are_counted_from_the_first_registered_one(patch: Patch) -> None:
     """D has some of them already."""
     patch.setattr(checks, "_skipped", lambda *_: 0)
+
+
+EARLY = (mutants.a_lost_write_counts_as_landed, mutants.a_push_is_complete_before_its_last_write_has_landed)
+WRONG_WRITES = [each for each in mutants.MUTANTS if each.remove in EARLY]
+"""D gets a completion for other bytes than P's."""
+
+
+@adding_to(WRONG_WRITES)()
+def blocks_change_places(patch: Patch) -> None:
+    right = DirectPlanner.descriptors
+
+    def mutated(self: DirectPlanner, write: Write, link: Link) -> tuple[DescriptorIds, DescriptorIds]:
+        local, remote = right(self, write, link)
+        return local, np.roll(remote, 1)
+
+    patch.setattr(DirectPlanner, "descriptors", mutated)
