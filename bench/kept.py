@@ -26,11 +26,11 @@ from bench.keptpage import KEPT, NOTHING, STOCK
 from bench.provenance import provenance
 from bench.serve.engine_options import LONG_SHAPE, ROOM_TOKENS, folder
 from bench.servers.engines import EngineGroup, EngineServer, EngineSpec
-from bench.servers.load import GreedyAnswer, RequestFailedError, complete, make_prompt
+from bench.servers.load import GreedyAnswer, RequestFailedError, complete, make_prompt, to_decode
 from bench.servers.model import write_model
 from layerpush.apps.tracing.requests import read_traces
 from layerpush.core.config import CONNECTOR_NAME
-from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity, remote_request_id
+from layerpush.core.prefill_identity import TO_PREFILL, remote_request_id
 
 SHAPE = replace(LONG_SHAPE, layers=4)
 SEED, ANSWER_TOKENS = 0, 16
@@ -107,9 +107,7 @@ class KeptBench:
         """Kill a new P in the middle of a prompt. Returns D's answer to come."""
         self.started += 1
         (p,) = self.start(self.spec(f"prefill-{self.started}", sample.mode, decodes=False))
-        to_d = PrefillIdentity(p.name, p.spec.place.host, p.side_channel_port, tp_size=1).to_decode(
-            remote_request_id(sample.request_id)
-        )
+        to_d = to_decode(p, sample.request_id)
         session, sent_at = self.session, time.perf_counter()
         sent = {"request_id": sample.request_id}
         decoding = asyncio.create_task(complete(session, d, prompt, ANSWER_TOKENS, **sent, kv_transfer_params=to_d))

@@ -25,10 +25,10 @@ from bench.serve.engine_options import LONG_SHAPE, ROOM_TOKENS, folder
 from bench.serve.lineup import STOCK
 from bench.serve.scrape import Meter
 from bench.servers.engines import EngineGroup, EngineServer, EngineSpec, Role
-from bench.servers.load import complete_whole, make_prompt
+from bench.servers.load import complete_whole, make_prompt, to_decode
 from bench.servers.model import write_model
 from layerpush.core.config import CONNECTOR_NAME
-from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity, remote_request_id
+from layerpush.core.prefill_identity import TO_PREFILL
 
 SHAPE = replace(LONG_SHAPE, layers=2)
 SEED = 0
@@ -157,9 +157,9 @@ class Bench:
             _, to_d = await prefilling
             waited_s = time.perf_counter() - began
             return *await ask(d, prompt, length, kv_transfer_params=to_d), waited_s
-        identity = PrefillIdentity(p.name, p.spec.place.host, p.side_channel_port, tp_size=1)
-        to_d = identity.to_decode(remote_request_id(request_id))
-        answer, _ = await asyncio.gather(ask(d, prompt, length, kv_transfer_params=to_d), prefilling)
+        answer, _ = await asyncio.gather(
+            ask(d, prompt, length, kv_transfer_params=to_decode(p, request_id)), prefilling
+        )
         return *answer, 0.0
 
 

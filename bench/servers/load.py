@@ -86,6 +86,12 @@ async def complete_whole(
     return tuple(answer["choices"][0]["token_ids"]), answer.get("kv_transfer_params")
 
 
+def to_decode(prefill: EngineServer, request_id: str) -> dict[str, object]:
+    """D's ``kv_transfer_params`` for a request that P gets under the same id."""
+    identity = PrefillIdentity(prefill.name, prefill.spec.place.host, prefill.side_channel_port, tp_size=1)
+    return identity.to_decode(remote_request_id(request_id))
+
+
 async def complete_disaggregated(
     session: aiohttp.ClientSession,
     prefill: EngineServer,
@@ -101,8 +107,7 @@ async def complete_disaggregated(
     """
     request_id = uuid.uuid4().hex
     to_p = TO_PREFILL if mode is None else {**TO_PREFILL, "layerpush_mode": mode}
-    identity = PrefillIdentity(prefill.name, prefill.spec.place.host, prefill.side_channel_port, tp_size=1)
-    to_d = identity.to_decode(remote_request_id(request_id))
+    to_d = to_decode(prefill, request_id)
     decoding = complete(session, decode, prompt, max_tokens, request_id=request_id, kv_transfer_params=to_d)
     prefilling = complete(session, prefill, prompt, 1, request_id=request_id, kv_transfer_params=to_p)
     tasks = [asyncio.create_task(decoding), asyncio.create_task(prefilling)]

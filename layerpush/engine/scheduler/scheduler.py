@@ -452,11 +452,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._unplaced.pop(request.request_id, None)
         self._attempts.pop(request.request_id, None)
         self.postponed.request_finished(request.request_id)
-        never_registered, declines = (
-            lacks_registration(request),
-            self._turns.handle(request.request_id, turn.Finished()),
-        )
-        if never_registered or declines:
+        never_registered = lacks_registration(request)
+        if self._turns.handle(request.request_id, turn.Finished()) or never_registered:
             self._decline(request)
         if self._dropped.pop(request.request_id, None) is not None:
             block_ids = self.last_windows.restored(request.request_id, block_ids)
