@@ -612,22 +612,24 @@ def test_d_declines_the_push_of_a_request_aborted_in_the_queue(decode: Build) ->
     assert not d.scheduler.has_requests()
 
 
-def test_the_digest_covers_all_that_a_prompt_is() -> None:
+def test_the_digest_covers_all_that_a_prompt_is(world: None) -> None:
     """Tokens, embeddings, the places of embeddings among tokens, the adapter, images."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.v1.request import Request
+
+    def image(identifier: str) -> MultiModalFeatureSpec:
+        return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=0, length=2))
+
     numbers = torch.arange(48, dtype=torch.bfloat16).reshape(6, 8)
     scheduler: Any = SimpleNamespace(_prefill_backoff=lambda: 0, _hashes_inputs=True)
 
     def digest(backoff: int = 0, **changes: Any) -> str | None:
-        prompt = {
-            "prompt_token_ids": [3, 4, 5, 6, 7, 8],
-            "prompt_embeds": None,
-            "prompt_is_token_ids": None,
-            "kv_transfer_params": None,
-            "lora_request": None,
-            "mm_features": [],
-        }
+        prompt = {"prompt_token_ids": [3, 4, 5, 6, 7, 8]} | changes
         scheduler._prefill_backoff = lambda: backoff
-        found: str | None = VllmPushScheduler.prompt_digest(scheduler, SimpleNamespace(**prompt | changes))
+        request = Request("r", sampling_params=SamplingParams(max_tokens=1), pooling_params=None, **prompt)
+        found: str | None = VllmPushScheduler.prompt_digest(scheduler, request)
         return found
 
     places = [True, False] * 3
@@ -638,10 +640,11 @@ def test_the_digest_covers_all_that_a_prompt_is() -> None:
         {"prompt_token_ids": None, "prompt_embeds": numbers + 1},
         {"prompt_embeds": numbers, "prompt_is_token_ids": places},
         {"prompt_embeds": numbers, "prompt_is_token_ids": places[::-1]},
-        {"lora_request": SimpleNamespace(lora_name="a")},
-        {"lora_request": SimpleNamespace(lora_name="b")},
-        {"mm_features": [SimpleNamespace(identifier="image")]},
-        {"mm_features": [SimpleNamespace(identifier="another image")]},
+        {"lora_request": LoRARequest("a", 1, "/adapter")},
+        {"lora_request": LoRARequest("b", 1, "/adapter")},
+        {"mm_features": [image("image")]},
+        {"mm_features": [image("another image")]},
+        {"mm_features": [image("image"), image("another image")]},
     ]
     assert len({digest(**one) for one in prompts} - {None}) == len(prompts)
     assert digest(**prompts[3]) == digest(prompt_token_ids=None, prompt_embeds=(numbers + 1).clone())

@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from bench.servers.forkserver import end_with_parent, fork_children
 from tests.e2e.enginespec import SCHEDULER_BLOCK_SIZE, EngineSpec
 from tests.e2e.kvwatch import KvWatch, watched_layers
-from tests.e2e.models import ADAPTER
+from tests.e2e.models import ADAPTERS
 from tests.e2e.notifwatch import NotificationWatch
 from tests.e2e.preload import ENVIRONMENT
 from tests.e2e.results import Finished
@@ -66,14 +66,21 @@ class HostedEngine:
         if not options["enforce_eager"]:
             os.environ.pop("TORCH_COMPILE_DISABLE", None)  # vLLM reads it now; torch has read it
             torch._dynamo.config.disable = False
-        self.adapter = LoRARequest("adapter", 1, f"{model}/{ADAPTER}") if options.get("enable_lora") else None
+        self.variant = 0
+        """Of the adapters, embeddings or images: those of the next requests."""
+        self.adapters: Sequence[LoRARequest | None] = [None, None]
+        if options.get("enable_lora"):
+            self.adapters = [LoRARequest(name, number, f"{model}/{name}") for number, name in enumerate(ADAPTERS, 1)]
         self.embeddings: torch.Tensor | None = None
+        self.images: torch.Tensor | None = None
         size = options.pop(SCHEDULER_BLOCK_SIZE, None)
         engine = EngineArgs(model=model, kv_transfer_config=config, **options).create_engine_config()
         engine.cache_config.block_size = size or engine.cache_config.block_size
         if options.get("enable_prompt_embeds"):  # not the model's own
-            shape = engine.model_config.get_vocab_size(), engine.model_config.get_hidden_size()
+            shape = 2, engine.model_config.get_vocab_size(), engine.model_config.get_hidden_size()
             self.embeddings = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        if engine.model_config.is_multimodal_model:
+            self.images = torch.randint(256, (2, 32, 32, 3), generator=torch.Generator().manual_seed(1)).byte()
         self.llm = LLMEngine.from_vllm_config(engine)
         self.scheduler = self.llm.engine_core.engine_core.scheduler
         self.watch: KvWatch | None = None
@@ -91,7 +98,8 @@ class HostedEngine:
 
     def add(self, requests: list[tuple[str, list[int], dict[str, Any] | None, int, dict[str, Any]]]) -> list[str]:
         """Add requests (id, token ids, kv_transfer_params, max_tokens, more sampling parameters); returns the engine's
-        own ids. With ``enable_prompt_embeds`` each token is a row of random numbers.
+        own ids. With ``enable_prompt_embeds`` each token is a row of random numbers. A multimodal model has an image
+        before the tokens.
         """
         for request_id, token_ids, params, max_tokens, more in requests:
             chosen: dict[str, Any] = {"temperature": 0, "ignore_eos": True, **more}
@@ -105,8 +113,11 @@ class HostedEngine:
                 self._ambiguous.add(request_id)  # the engine keeps them apart, its outputs do not
             prompt: Any = {"prompt_token_ids": token_ids}
             if self.embeddings is not None:
-                prompt = {"prompt_embeds": self.embeddings[token_ids]}
-            self._internal[request_id] = self.llm.add_request(request_id, prompt, sampling, lora_request=self.adapter)
+                prompt = {"prompt_embeds": self.embeddings[self.variant, token_ids]}
+            if self.images is not None:
+                prompt["multi_modal_data"] = {"image": self.images[self.variant].numpy()}
+            adapter = self.adapters[self.variant]
+            self._internal[request_id] = self.llm.add_request(request_id, prompt, sampling, lora_request=adapter)
         return [self._internal[request[0]] for request in requests]
 
     def run_freely(self, on: bool) -> None:

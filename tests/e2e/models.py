@@ -5,6 +5,7 @@ import pathlib
 from dataclasses import replace
 from typing import Any
 
+from bench.serve.tokenizer import write_tokenizer
 from bench.servers.model import ModelShape, write_model
 from tests.e2e import zoo
 from tests.e2e.enginespec import ModelName
@@ -17,8 +18,8 @@ WINDOW = 200
 EVERY_OTHER = ["full_attention", "sliding_attention"] * (LAYERS // 2)
 
 ATTENTION_CHUNK = 128
-ADAPTER = "adapter"
-"""The folder of a model's LoRA adapter."""
+ADAPTERS = ("adapter", "other-adapter")
+"""The folders of a model's LoRA adapters."""
 LORA_RANK = 8
 DRAFTER = "drafter"
 """The folder of a model's drafter."""
@@ -87,8 +88,14 @@ class ModelShelf:
         path = self._folder / name
         if not path.exists():
             path.mkdir()
+            if name == "images":
+                zoo.build(zoo.IMAGES, path)
+                _build_image_processor(path)
+                return path
             if name in zoo.FAMILIES:
                 zoo.build(zoo.FAMILIES[name], path)
+                if name == "Gemma4ForCausalLM":
+                    zoo.build(zoo.ASSISTANT, path / DRAFTER)
                 return path
             config = json.loads((llama / "config.json").read_text()) | CHANGES[name]
             (path / "config.json").write_text(json.dumps(config))
@@ -97,7 +104,8 @@ class ModelShelf:
             else:
                 (path / "model.safetensors").symlink_to(llama / "model.safetensors")
             if name == "lora":
-                _build_adapter(path / ADAPTER, config)
+                for seed, adapter in enumerate(ADAPTERS):
+                    _build_adapter(path / adapter, config, seed)
             if name == "eagle":
                 _build_drafter(path / DRAFTER, llama / "model.safetensors", config)
             if name == "mtp":
@@ -144,13 +152,25 @@ def _first_layer(target: pathlib.Path, layer: str, matrix: str) -> dict[str, Any
     return found | {f"{matrix}.weight": joined}
 
 
-def _build_adapter(path: pathlib.Path, config: dict[str, Any]) -> None:
+def _build_image_processor(path: pathlib.Path) -> None:
+    """BLIP-2's, without torchvision, and a tokenizer: vLLM asks it for the token in the place of an image."""
+    from transformers import Blip2Processor, PreTrainedTokenizerFast
+    from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+
+    config = json.loads((path / "config.json").read_text())
+    write_tokenizer(path, config["image_token_index"], SHAPE.max_positions, config)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    size = dict.fromkeys(("height", "width"), config["vision_config"]["image_size"])
+    Blip2Processor(BlipImageProcessorPil(size=size), tokenizer, config["num_query_tokens"]).save_pretrained(path)
+
+
+def _build_adapter(path: pathlib.Path, config: dict[str, Any], seed: int) -> None:
     """LoRA weights for the projections of K and V, large enough to change the tokens."""
     import torch
     from safetensors.torch import save_file
 
     hidden, kv = config["hidden_size"], config["num_key_value_heads"] * config["head_dim"]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(config["num_hidden_layers"]):
         for projection in ("k_proj", "v_proj"):

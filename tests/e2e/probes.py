@@ -54,6 +54,11 @@ def threads(host: HostedEngine) -> list[str]:
     return sorted(re.sub(r"\d+", "", thread.name) for thread in threading.enumerate())
 
 
+def choose(host: HostedEngine, variant: int) -> None:
+    """Give the next requests this one of the two adapters, embeddings or images."""
+    host.variant = variant
+
+
 def reset_prefix_cache(host: HostedEngine) -> bool:
     done: bool = host.llm.reset_prefix_cache()
     return done

@@ -15,16 +15,19 @@ DRAFTERS = {
     "eagle": {"method": "eagle", "model": f"$MODEL/{DRAFTER}", "num_speculative_tokens": 1},
     "draft model": {"method": "draft_model", "model": "$MODEL", "num_speculative_tokens": 1},
     "mtp": {"method": "mtp", "num_speculative_tokens": 1},
+    "gemma-4": {"method": "mtp", "model": f"$MODEL/{DRAFTER}", "num_speculative_tokens": 1},
 }
+MODELS = {"mtp": "mtp", "gemma-4": "Gemma4ForCausalLM"}
 LENGTHS = (1, 33, 256, 700)
 """For the third, vLLM has one more block on P than the prompt needs: for the draft."""
 
 
 @pytest.mark.parametrize(
-    "drafter", ["eagle", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("draft model", "mtp"))]
+    "drafter",
+    ["eagle", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in DRAFTERS if name != "eagle")],
 )
 def test_kv_of_a_drafter(fleet: Fleet, drafter: str) -> None:
-    options, model = (("speculative_config", json.dumps(DRAFTERS[drafter])),), "mtp" if drafter == "mtp" else "eagle"
+    options, model = (("speculative_config", json.dumps(DRAFTERS[drafter])),), MODELS.get(drafter, "eagle")
     p, d = fleet.get(
         EngineSpec(f"P-{drafter}", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), options, model),
         EngineSpec(f"D-{drafter}", "D", transfer(LAYERWISE), options, model),

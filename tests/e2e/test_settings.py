@@ -10,7 +10,7 @@ from tests.e2e import engines, probes
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Outcome, Reference, check, check_tokens, introduce, prompt, send
+from tests.e2e.handoff import Handoff, Outcome, Reference, check, check_tokens, introduce, new_id, prompt, send
 
 LENGTHS = (1, 33, 257, 700)
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
@@ -22,19 +22,52 @@ SETTINGS: dict[str, tuple[tuple[str, Any], ...]] = {
     "LoRA": (("enable_lora", True),),
     "n-grams": (("speculative_config", NGRAM),),
     "embeddings": (("enable_prompt_embeds", True),),
+    "images": (("skip_tokenizer_init", False),),
 }
+MODELS = {"LoRA": "lora", "images": "images"}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_setting(fleet: Fleet, setting: str) -> None:
-    options, model = SETTINGS[setting], "lora" if setting == "LoRA" else "llama"
-    p, d, plain = fleet.get(
+    p, d, plain = hosts(fleet, setting)
+    check_pushes(p, d, Reference(plain))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("setting", ["LoRA", "embeddings", "images"])
+def test_equal_tokens_may_be_another_prompt(fleet: Fleet, setting: str) -> None:
+    """Two requests have one id, and differ in their adapter, their embeddings or their image only."""
+    p, d, plain = hosts(fleet, setting)
+    introduce(p, d)
+    tokens, answers = prompt(257, seed=131), set()
+    for variant in (1, 0):
+        for host in (p, d, plain):
+            host.call(probes.choose, variant)
+        outcome = send(p, d, tokens, "early").outcome()
+        check(outcome, Reference(plain))
+        answers.add(outcome.d_tokens)
+    assert len(answers) == 2
+    handoff = Handoff(new_id(), tokens, p, d)
+    d.call(probes.choose, 1)
+    d.add(handoff.to_d())
+    handoff.await_registration()
+    p.add(handoff.to_p())
+    assert d.wait_output(handoff.request_id).finish_reason == "error"
+    assert any(handoff.request_id in line and "another prompt" in line for line in d.log().splitlines())
+    d.call(probes.choose, 0)
+    d.add(handoff.to_d())
+    check(handoff.outcome(), Reference(plain))
+
+
+def hosts(fleet: Fleet, setting: str) -> list[EngineHost]:
+    """P, D and a plain engine with this setting."""
+    options, model = SETTINGS[setting], MODELS.get(setting, "llama")
+    return fleet.get(
         EngineSpec("P-set", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), options, model),
         EngineSpec("D-set", "D", transfer(LAYERWISE), options, model),
         EngineSpec("R-set", "R", None, options, model),
     )
-    check_pushes(p, d, Reference(plain))
 
 
 # "eager" captures graphs and generates no C++.

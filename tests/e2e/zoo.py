@@ -59,6 +59,16 @@ MLA = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+GEMMA = {
+    "sliding_window": 200,
+    "layer_types": WINDOWS,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "tie_word_embeddings": True,
+    "num_kv_shared_layers": 2,
+}
+TOWER = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
 BFLOAT16 = (("dtype", "bfloat16"),)
 
 FAMILIES = {
@@ -84,6 +94,7 @@ FAMILIES = {
             "full and sliding window",
             {"sliding_window": 200, "layer_types": WINDOWS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
         ),
+        Family("Gemma4ForCausalLM", "gemma4_text", "full and sliding window, layers that share KV", GEMMA),
         Family(
             "Cohere2ForCausalLM",
             "cohere2",
@@ -195,6 +206,33 @@ FAMILIES = {
     )
 }
 
+IMAGES = Family(
+    "Blip2ForConditionalGeneration",
+    "blip-2",
+    FULL,
+    {
+        "image_token_index": 1023,
+        "num_query_tokens": 16,
+        "qformer_config": TOWER | {"num_hidden_layers": 2, "encoder_hidden_size": 64},
+        "text_config": COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+        "vision_config": TOWER | {"num_hidden_layers": 1, "image_size": 32, "patch_size": 8},
+    },
+)
+"""A model that takes images, and needs no torchvision."""
+
+ASSISTANT = Family(
+    "Gemma4AssistantForCausalLM",
+    "gemma4_assistant",
+    FULL,
+    {
+        "backbone_hidden_size": COMMON["hidden_size"],
+        "text_config": COMMON
+        | GEMMA
+        | {"model_type": "gemma4_text", "num_hidden_layers": 2, "layer_types": WINDOWS[:2], "hidden_size": 128},
+    },
+)
+"""The drafter of the Gemma-4 above. Its layers read the KV of that one's."""
+
 
 def build(family: Family, path: pathlib.Path) -> None:
     """Write the model's configuration and weights, the same bits each time.
@@ -203,10 +241,12 @@ def build(family: Family, path: pathlib.Path) -> None:
     depend on each layer's KV.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = AutoConfig.for_model(family.model_type, **(COMMON | dict(family.fields)))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fields = dict(family.fields)
+    config = AutoConfig.for_model(family.model_type, **({} if "text_config" in fields else COMMON) | fields)
+    auto = AutoModelForImageTextToText if "vision_config" in fields else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
