@@ -176,7 +176,10 @@ def check_transports() -> Result:
     """UCX's settings and this machine's devices. NIXL's check shows whether UCX accepts them."""
     infiniband, network = _devices("infiniband"), _devices("net")
     offered = f"InfiniBand or RoCE: {', '.join(infiniband) or 'none'}; network: {', '.join(network) or 'none'}"
-    found = "; ".join([*_ucx_settings(), offered])
+    shown = _ucx_settings()
+    if os.environ.get("NIXL_UCX_SGL_ENABLE") == "1":
+        shown[-1] += " (a WRITE's descriptors as one list)"
+    found = "; ".join([*shown, offered])
     named = os.environ.get("UCX_NET_DEVICES", "all")
     missing = [
         device

@@ -25,7 +25,7 @@ from layerpush.transport.port import bind_at_once
 from tests.support.ports import PEER_CHECK_PORTS
 
 OK, WARN, FAIL = Grade.OK, Grade.WARN, Grade.FAIL
-UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
+UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "NIXL_UCX_SGL_ENABLE")
 PORTS = PortAllocator(PEER_CHECK_PORTS)
 
 
@@ -166,6 +166,13 @@ def test_transports_with_an_existing_device_pass(value: str, monkeypatch: pytest
     monkeypatch.setattr(doctor, "_has_gpu", lambda: False)
     monkeypatch.setenv("UCX_NET_DEVICES", value)
     expect(doctor.check_transports(), OK, "lo")
+
+
+def test_lists_of_descriptors_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: False)
+    monkeypatch.setenv("UCX_TLS", "all")
+    monkeypatch.setenv("NIXL_UCX_SGL_ENABLE", "1")
+    expect(doctor.check_transports(), OK, "UCX_TLS=all; NIXL_UCX_SGL_ENABLE=1 (a WRITE's descriptors as one list); ")
 
 
 @pytest.mark.parametrize(
