@@ -169,10 +169,7 @@ def agent_name(name: str | bytes) -> str:
 
 def _share(worker: NixlPushConnectorWorker, engine_id: str) -> float:
     """The part of each of our blocks that one decode rank gets: 1.0, or less where ranks split the heads."""
-    assert worker.transfer_topo is not None
-    remote = worker.transfer_topo.get_engine_info(engine_id)
-    ratio = worker.transfer_topo.tp_ratio(remote.remote_tp_size)
-    return -1.0 / ratio if ratio < 0 and not worker.use_mla else 1.0
+    return 1.0 if worker.use_mla else 1.0 / len({*worker.tp_mappings[engine_id].rank_to_attention_slot.values()})
 
 
 def _sample_request(worker: NixlPushConnectorWorker, engine_id: str) -> ReqMeta:

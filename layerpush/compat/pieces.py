@@ -273,8 +273,8 @@ def _pieces(
     if max(ours * pages, theirs * info.pages) > MAX_PIECES:
         raise MismatchError(f"{size_difference(worker, info)}: a block would have more than {MAX_PIECES} pieces")
     caches = _caches(worker, info, layout)
-    plan, ratio = worker.tp_mappings[engine_id], worker.transfer_topo.tp_ratio(info.remote_tp_size)
-    splits = len(plan.source_ranks_per_group[0]) if ratio < 0 else 1
+    plan = worker.tp_mappings[engine_id]
+    splits = len({*plan.rank_to_attention_slot.values()})
     together = [cache.by_token or ours == theirs for cache in caches]
     here, there = [], []
     for route, slots in zip(routes, regions, strict=True):

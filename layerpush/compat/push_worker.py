@@ -32,7 +32,14 @@ from layerpush.compat.heartbeats import Heartbeats
 from layerpush.compat.leases import SendLeases, extend
 from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, own_blocks, refusal
 from layerpush.compat.pieces import StridedEngine, disguised, regions_of, release, size_difference, strided_engine
-from layerpush.compat.states import has_whole_groups, push_kv_to_all, whole_groups_here, whole_groups_there
+from layerpush.compat.states import (
+    equal_heads_allowed,
+    has_whole_groups,
+    push_kv_to_all,
+    to_all_ranks,
+    whole_groups_here,
+    whole_groups_there,
+)
 from layerpush.compat.stats import TransferStats
 from layerpush.compat.whole_writes import WholeWrites
 from layerpush.core.layout import MAX_DESCRIPTORS, CacheLayout
@@ -110,7 +117,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         self.transfer_stats = TransferStats()
         self._whole_writes = WholeWrites(network, acknowledged, self.transfer_stats)
         self._acknowledges = False
-        self._whole_groups = False
+        self._whole_groups, self._ranks_there = False, 1
         self.turns: set[str] = set()
         """Turns that this decode engine keeps, by request id. Main thread."""
         self.peers = Peers()
@@ -172,8 +179,9 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         other = self._strided_engine(nixl_agent_meta, remote_tp_size, remote_dcp_size)
         is_like_ours = other is None or size_difference(self, other) is None
         seen = nixl_agent_meta if is_like_ours else disguised(self, nixl_agent_meta)
-        name: str = super().add_remote_agent(seen, remote_tp_rank, remote_tp_size, remote_dcp_size)
-        push_kv_to_all(self, nixl_agent_meta.engine_id)
+        with equal_heads_allowed(self, remote_tp_size):
+            name: str = super().add_remote_agent(seen, remote_tp_rank, remote_tp_size, remote_dcp_size)
+        push_kv_to_all(self, nixl_agent_meta.engine_id, remote_tp_size)
         if other is not None and remote_tp_rank not in other.regions:
             # vLLM has left those in ``seen`` that belong to a region of ours.
             regions = other.regions[remote_tp_rank] = regions_of(nixl_agent_meta, seen.kv_caches_base_addr)
@@ -183,6 +191,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
     def _build_local_splits_from_plan(
         self, plan: Any, src_blocks_data: Any, num_fa_descs: int, block_size_ratio: int = 1
     ) -> Iterator[Any]:
+        plan = to_all_ranks(self, plan, self._ranks_there)
         for split in super()._build_local_splits_from_plan(plan, src_blocks_data, num_fa_descs, block_size_ratio):
             yield whole_groups_here(self, split, src_blocks_data, num_fa_descs) if self._whole_groups else split
 
@@ -197,7 +206,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         return name
 
     def _strided_engine(self, metadata: Any, tp_size: int, dcp_size: int) -> StridedEngine | None:
-        is_layerpush = answered_by_layerpush()
+        is_layerpush, self._ranks_there = answered_by_layerpush(), tp_size
         self._whole_groups = has_whole_groups(self, metadata, tp_size, is_layerpush=is_layerpush)
         has_rows = self.layout is not None and bool(self.layout.parts)
         return strided_engine(self, metadata, tp_size, dcp_size, has_rows=has_rows, is_layerpush=is_layerpush)

@@ -6,6 +6,8 @@ the convolution whole. And where ranks of the decode engine have equal KV heads,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import TPMapping
 
 from layerpush.compat.kinds import has_states
 
@@ -54,9 +57,39 @@ def has_whole_groups(
     return is_whole
 
 
-def push_kv_to_all(worker: NixlPushConnectorWorker, engine_id: str) -> None:
-    """Have each rank of a connected engine that gets a part of a state get KV, too."""
-    plan = worker.tp_mappings[engine_id]
+@contextmanager
+def equal_heads_allowed(worker: NixlPushConnectorWorker, tp_size: int) -> Iterator[None]:
+    """vLLM connects to an engine of ``tp_size`` ranks, of which several may have one KV head of ours.
+
+    Its check is for pulls and allows none. Without it vLLM checks that a block there has the bytes of the head.
+    """
+    topology = worker.transfer_topo
+    assert topology is not None
+    if topology.tp_ratio(tp_size) > 0:
+        yield
+        return
+    topology.is_kv_replicated = lambda *_: False
+    try:
+        yield
+    finally:
+        del topology.is_kv_replicated
+
+
+def to_all_ranks(worker: NixlPushConnectorWorker, plan: TPMapping, tp_size: int) -> TPMapping:
+    """vLLM's plan for an engine of ``tp_size`` ranks, with all of them: vLLM takes each head from one rank."""
+    topology = worker.transfer_topo
+    assert topology is not None
+    if worker.use_mla:
+        return plan
+    slot, slots = 0, dict[int, int]()
+    for rank in topology.handshake_target_ranks(tp_size):
+        slot = slots[rank] = plan.rank_to_attention_slot.get(rank, slot)
+    return replace(plan, all_source_ranks=tuple(slots), rank_to_attention_slot=slots)
+
+
+def push_kv_to_all(worker: NixlPushConnectorWorker, engine_id: str, tp_size: int) -> None:
+    """Have each rank of a connected engine get KV, too: one that gets a part of a state, or an equal head."""
+    plan = to_all_ranks(worker, worker.tp_mappings[engine_id], tp_size)
     ranks = tuple(plan.all_source_ranks for _ in plan.source_ranks_per_group)
     worker.tp_mappings[engine_id] = replace(plan, source_ranks_per_group=ranks)
 
