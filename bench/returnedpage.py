@@ -24,6 +24,12 @@ def series(result: Result, what: str) -> dict[tuple[str, str], list[list[float]]
     return dict(sorted(found.items(), key=lambda item: order.index(item[0])))
 
 
+def prompts(result: Result) -> list[int]:
+    """The tokens of each turn's prompt."""
+    settings = result["settings"]
+    return [settings["first"] + turn * (settings["new"] + settings["answer"]) for turn in range(settings["turns"])]
+
+
 def tables(result: Result) -> str:
     """Computed tokens and times to the first token: one row for each mode and P, one column for each turn.
 
@@ -32,13 +38,12 @@ def tables(result: Result) -> str:
     if result["wrong"]:
         raise ValueError(f"a run with {result['wrong']} wrong answers is not published")
     settings = result["settings"]
-    prompts = [settings["first"] + turn * (settings["new"] + settings["answer"]) for turn in range(settings["turns"])]
 
     def table(what: str, shown: Callable[[list[float]], str]) -> str:
         rows = [
             (mode, "" if mode == ONE else p, *map(shown, turns)) for (mode, p), turns in series(result, what).items()
         ]
-        return number_table(("", "P", *(f"{tokens:,}" for tokens in prompts)), rows, words=2)
+        return number_table(("", "P", *(f"{tokens:,}" for tokens in prompts(result))), rows, words=2)
 
     said = (
         f"Medians of {settings['rounds']} conversations, with the least and the most. Each answer has"

@@ -18,6 +18,7 @@ from bench.fleet.studies import chosen
 from bench.forward.growth import COUNTED, Line
 from bench.keptpage import KEPT, NOTHING
 from bench.markdown import Result
+from bench.returnedpage import ANOTHER, AUTO, ONE, PULL, RETURNS, SAME, prompts, series
 from bench.serve.plan import AGGREGATED, TOKEN
 from layerpush.apps.tracing.picture import COMPUTE_COLOURS, EXPOSED_COLOUR, WRITE_COLOUR, draw_push
 from layerpush.telemetry.trace_records import PushRecord
@@ -201,6 +202,24 @@ def after_death(path: Path) -> None:
         panel.margins(y=0.25)
 
 
+def conversations(path: Path) -> None:
+    """Computed tokens and times to the first token by prompt length: a row for each P, a line for each mode."""
+    result = _result("returned.json")
+    colours = {ONE: "#555555", PULL: COLOURS["request"], AUTO: COLOURS["layer"], RETURNS: COLOURS["auto"]}
+    rows, measures = (SAME, ANOTHER), {"computed": "tokens that P computes", "first_token_s": "seconds to first token"}
+    with _figure(len(rows), len(measures), path, "The turns of a conversation", LOW) as grid:
+        for column, (what, said) in zip(grid.T, measures.items(), strict=True):
+            found = series(result, what)
+            for panel, p in zip(column, rows, strict=True):
+                for mode, colour in colours.items():
+                    heights = [float(np.median(each)) for each in found[mode, SAME if mode == ONE else p]]
+                    panel.plot(prompts(result), heights, "o-", color=colour, label=mode, ms=4, lw=1.4)
+                panel.set_title(f"{p}: {said}", loc="left", fontsize="medium")
+                panel.set(xticks=prompts(result), ylim=(0, None))
+                _finish(panel)
+            column[-1].set_xlabel("prompt tokens")
+
+
 def verified(path: Path) -> None:
     """The price of checksums: a panel for each time, a bar for each mode."""
     cells = _result("verify.json")["cells"]
@@ -268,6 +287,7 @@ PICTURES: Mapping[Path, Callable[[Path], None]] = {
     ROOT / "docs/exposed-by-length.svg": exposed,
     ROOT / "docs/growth.svg": growing,
     ROOT / "docs/kept.svg": after_death,
+    ROOT / "docs/returned.svg": conversations,
     ROOT / "docs/verify.svg": verified,
     ROOT / "docs/fleet-load.svg": fleet_load,
     ROOT / "docs/fleet-incast.svg": fleet_incast,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import keptpage, kernelpage
+from bench import keptpage, kernelpage, returnedpage
 from bench.fleet import page as fleet
 from bench.forward import page as forward
 from bench.markdown import Result
@@ -80,6 +80,7 @@ SECTIONS: Mapping[str, Section] = {
     "sgl-short": Section((BENCHMARKS,), of("sgl.json", forward.short_table)),
     "copies-figures": Section((BENCHMARKS,), of("copies.json", copies.tables)),
     "kept-figures": Section((BENCHMARKS,), of("kept.json", keptpage.table)),
+    "returned-figures": Section((BENCHMARKS,), of("returned.json", returnedpage.tables)),
     "waiting-figures": Section((BENCHMARKS,), of("waiting.json", waiting.table)),
     "fleet-load": Section((FLEET,), of("fleet.json", fleet.load_table)),
     "fleet-incast": Section((FLEET,), of("fleet.json", fleet.incast_table)),
