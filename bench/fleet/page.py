@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ def load_table(result: Result) -> str:
             f"{cell['plan']['load']:g}",
             f"`{cell['plan']['mode']}`",
             *_times(cell),
-            f"{sum(part['writes'] for part in cell['costs']) / cell['requests']:.1f}",
+            _writes(cell),
         )
         for cell in result["studies"]["load"]
     ]
@@ -36,11 +36,13 @@ def incast_table(result: Result) -> str:
     """Several P into one D."""
     cells = result["studies"]["incast"]
     modes = list(dict.fromkeys(cell["plan"]["mode"] for cell in cells))
-    headings = ("P", "use of D's card", *(f"`{mode}`: exposed {share}" for mode in modes for share in ("p50", "p99")))
+    whats = ("exposed p50", "p99", "WRITEs a push")
+    headings = ("P", "use of D's card", *(f"`{mode}`: {what}" for mode in modes for what in whats))
     rows = []
     for prefill in dict.fromkeys(cell["plan"]["prefill"] for cell in cells):
         here = chosen(cells, prefill=prefill)
-        rows.append((str(prefill), _card_use(here[0]), *(time for cell in here for time in _times(cell)[:2])))
+        figures = (each for cell in here for each in (*_times(cell)[:2], _writes(cell)))
+        rows.append((str(prefill), _card_use(here[0]), *figures))
     return number_table(headings, rows, 0)
 
 
@@ -63,9 +65,7 @@ def ratio_table(result: Result) -> str:
 def scale_table(result: Result) -> str:
     """The costs of 10, 100 and 1,000 engines, and of the restart of all."""
     cells = result["studies"]["scale"]
-    headings = ("", *(f"{cell['plan']['prefill'] + cell['plan']['decode']:,} engines" for cell in cells))
-    rows = [(what, *(show(cell) for cell in cells)) for what, show in COSTS.items()]
-    return number_table(headings, rows)
+    return number_table(_engines(cells), [(what, *map(show, cells)) for what, show in COSTS.items()])
 
 
 def validation_table(result: Result) -> str:
@@ -84,6 +84,10 @@ def validation_table(result: Result) -> str:
     said = f"{result['settings']['requests']} requests in each mode, at a load of {result['settings']['load']:g}."
     busy = f"Of the two cores {result['busy_cores'] / 2:.0%} were busy."
     return f"{number_table(headings, rows, 2)}\n\n{said} {busy} {conditions(result, result['settings']['rate'])}"
+
+
+def _engines(cells: Sequence[Cell]) -> tuple[str, ...]:
+    return ("", *(f"{cell['plan']['prefill'] + cell['plan']['decode']:,} engines" for cell in cells))
 
 
 def _steady(name: str, digits: int = 0) -> Callable[[Cell], str]:
@@ -124,6 +128,10 @@ COSTS: Mapping[str, Callable[[Cell], str]] = {
 
 def _card_use(cell: Cell) -> str:
     return f"{cell['costs'][0]['most_card_use_of_d']:.0%}"
+
+
+def _writes(cell: Cell) -> str:
+    return f"{sum(part['writes'] for part in cell['costs']) / cell['requests']:.1f}"
 
 
 def _times(cell: Cell) -> tuple[str, ...]:

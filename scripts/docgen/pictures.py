@@ -43,6 +43,14 @@ TIMELINE_LEGEND = {
     "KV on its way to D": WRITE_COLOUR,
     "left after prefill": EXPOSED_COLOUR,
 }
+WAYS = {
+    "direct": ("auto", "o-"),
+    "SGL": ("auto", "o--"),
+    "gathered": ("chunk", "s-"),
+    "stock": ("request", "^-"),
+    "stock with SGL": ("request", "^--"),
+}
+"""Of a paged table: the colour of which mode, and the line."""
 GROWN = ("WRITEs", "writer's processor time", "exposed")
 
 
@@ -271,6 +279,27 @@ def fleet_restart(path: Path) -> None:
         _finish(panel)
 
 
+def paged(path: Path) -> None:
+    """Shares of the wire's ceiling by the size of a descriptor: a panel for each link, a line for each way."""
+    rows = _result("paged.json")["rows"]
+    links = list(dict.fromkeys(row["link"] for row in rows))
+    with _figure(1, len(links), path, "Random paged tables: share of one large descriptor's speed") as grid:
+        for panel, link in zip(grid[0], links, strict=True):
+            for way, (mode, style) in WAYS.items():
+                here = [row for row in rows if (row["link"], row["way"]) == (link, way)]
+                sizes = [row["descriptor_bytes"] >> 10 for row in here]
+                shares = [100 * row["share"]["ratio"] for row in here]
+                bars = [
+                    [100 * (row["share"]["ratio"] - row["share"]["low"]) for row in here],
+                    [100 * (row["share"]["high"] - row["share"]["ratio"]) for row in here],
+                ]
+                panel.errorbar(sizes, shares, bars, fmt=style, color=COLOURS[mode], label=way, ms=4, lw=1.2)
+            panel.set(xlabel="KiB of a descriptor", ylabel="percent", xscale="log", ylim=(0, None))
+            panel.set_title(link, loc="left", fontsize="medium")
+            _plain_axis(panel, sizes)
+            _finish(panel)
+
+
 def estimate(path: Path) -> None:
     """The picture of the example of `layerpush estimate`."""
     with _figure(1, 1, path, "Exposed time by the speed of the link") as grid:
@@ -293,6 +322,7 @@ PICTURES: Mapping[Path, Callable[[Path], None]] = {
     ROOT / "docs/fleet-incast.svg": fleet_incast,
     ROOT / "docs/fleet-ratio.svg": fleet_ratio,
     ROOT / "docs/fleet-restart.svg": fleet_restart,
+    ROOT / "docs/paged.svg": paged,
     ROOT / "docs/estimate.svg": estimate,
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import keptpage, kernelpage, returnedpage
+from bench import keptpage, kernelpage, paged, returnedpage
 from bench.fleet import page as fleet
 from bench.forward import page as forward
 from bench.markdown import Result
@@ -78,6 +78,7 @@ SECTIONS: Mapping[str, Section] = {
     "gpu-serve-figures": Section((FIGURES,), of("gpu-serve.json", serve.tables)),
     "gpu-kernel-figures": Section((BENCHMARKS,), of("gpu-kernel.json", kernelpage.tables)),
     "sgl-short": Section((BENCHMARKS,), of("sgl.json", forward.short_table)),
+    "paged-figures": Section((FIGURES,), of("paged.json", paged.table)),
     "copies-figures": Section((BENCHMARKS,), of("copies.json", copies.tables)),
     "kept-figures": Section((BENCHMARKS,), of("kept.json", keptpage.table)),
     "returned-figures": Section((BENCHMARKS,), of("returned.json", returnedpage.tables)),
@@ -86,6 +87,7 @@ SECTIONS: Mapping[str, Section] = {
     "fleet-incast": Section((FLEET,), of("fleet.json", fleet.incast_table)),
     "fleet-ratio": Section((FLEET,), of("fleet.json", fleet.ratio_table)),
     "fleet-scale": Section((FLEET,), of("fleet.json", fleet.scale_table)),
+    "fleet-validation": Section((FLEET,), of("validation.json", fleet.validation_table)),
     "estimate-example": Section((ESTIMATE,), lambda _: estimates.example()),
     "estimate-check": Section((ESTIMATE,), estimates.check),
     "soak-summary": Section((BENCHMARKS,), of("soak.json", soakrun.summary)),

@@ -33,6 +33,7 @@ from layerpush.prefill.claims import Claims
 from layerpush.prefill.push_session import PushSession
 from layerpush.transport import connections, link_speed
 from layerpush.transport.idle_connections import IdleConnections
+from layerpush.transport.peers import Address
 
 SMALL = Model("a small model with much KV", 8, 16384, 40e-6, 1.3e-9, 20e-3, 150_000)
 QUIET = Plan(model="small", prefill=2, decode=2, seconds=8.0, warm_up=0.0, load=0.6)
@@ -243,6 +244,30 @@ def test_flows_share_links_by_max_min_fairness() -> None:
     assert {name: flow.rate for name, flow in made.items()} == {"wide": 8.0, "both": 2.0, "narrow": 2.0}
     fabric._stop([made["narrow"]])
     assert {name: flow.rate for name, flow in made.items() if name != "narrow"} == {"wide": 6.0, "both": 4.0}
+
+
+def routed(router: str, patch: Patch) -> list[tuple[int, str, str]]:
+    """The conversation, P and D of each request, in the order in which they come."""
+    found, submit = [], engines.DecodeEngine.submit
+
+    def spied(self: engines.DecodeEngine, request: Request, prefill: Address) -> None:
+        found.append((request.conversation, prefill.engine_id, self.engine_id))
+        submit(self, request, prefill)
+
+    patch.setattr(engines.DecodeEngine, "submit", spied)
+    figures(replace(QUIET, router=router))
+    return found
+
+
+def test_in_turn_each_p_meets_each_d(monkeypatch: Patch) -> None:
+    pairs = [pair for _, *pair in routed("round_robin", monkeypatch)]
+    assert pairs[:4] == [["P0", "D0"], ["P1", "D0"], ["P0", "D1"], ["P1", "D1"]]
+    assert pairs[4:8] == pairs[:4]
+
+
+def test_a_sticky_router_sends_a_conversation_to_the_same_engines(monkeypatch: Patch) -> None:
+    for conversation, *pair in routed("sticky", monkeypatch):
+        assert pair == [f"P{conversation % 2}", f"D{conversation % 2}"]
 
 
 @pytest.mark.parametrize("name", TRACES)

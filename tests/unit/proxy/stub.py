@@ -259,7 +259,7 @@ class Stub:
         return [f"data: {json.dumps(event)}\n\n".encode() for event in events] + [b"data: [DONE]\n\n"]
 
     def _returned(self, seen: Seen) -> dict[str, Any]:
-        """The params of a turn that D keeps, as vLLM puts them into an answer, or 0.33 into the last event of a stream."""
+        """The params of a turn that D keeps: in an answer, or with vLLM 0.33 in the last event of a stream."""
         params = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
