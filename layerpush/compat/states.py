@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import TPMapping
 
 from layerpush.compat.kinds import has_states
 
@@ -75,7 +74,7 @@ def equal_heads_allowed(worker: NixlPushConnectorWorker, tp_size: int) -> Iterat
         del topology.is_kv_replicated
 
 
-def to_all_ranks(worker: NixlPushConnectorWorker, plan: TPMapping, tp_size: int) -> TPMapping:
+def to_all_ranks(worker: NixlPushConnectorWorker, plan: Any, tp_size: int) -> Any:
     """vLLM's plan for an engine of ``tp_size`` ranks, with all of them: vLLM takes each head from one rank."""
     topology = worker.transfer_topo
     assert topology is not None
