@@ -25,6 +25,8 @@ KEPT = 0.9
 """Weight of a WRITE, relative to the next one."""
 REMEMBERED_S = 10.0
 """Faster WRITEs lower ``slowdown`` with this time constant, in seconds."""
+MOST_REMEMBERED = 4.0
+"""The next WRITE lowers a higher ``slowdown`` to this at once: a link that stood still is not a slow one."""
 GROWTH = 4.0
 """A WRITE may be this many times as large as the largest of the recent ones."""
 FIRST_TRIAL, TRIAL_EVERY = 8, 64
@@ -123,7 +125,7 @@ class LinkSpeed:
         due = self.estimate(size, descriptors)
         if due > 0:
             measured, kept = max(1.0, (still - since) / due), math.exp((before - self._free_since) / REMEMBERED_S)
-            self._slowdown = measured + max(0.0, kept * (self._slowdown - measured))
+            self._slowdown = measured + max(0.0, kept * (min(self._slowdown, MOST_REMEMBERED) - measured))
         self._landed.write_landed(size, descriptors, took)
         self.terms = self._landed.fitted(self.terms)
 

@@ -106,6 +106,17 @@ def test_late_writes_raise_the_slowdown_at_once_and_seconds_of_fast_writes_lower
     assert speed.slowdown(later) == pytest.approx(1.0 + 3.0 / math.e, rel=0.01)
 
 
+def test_a_link_that_stood_still_is_soon_as_fast_as_before() -> None:
+    speed, size = learned(), 1 << 20
+    speed.write_posted("held", size, 1.0)
+    speed.write_ended("held", 1.0 + 1000 * seconds(size), landed=True)
+    for number in range(1, 101):
+        later = 1.0 + 1000 * seconds(size) + number * REMEMBERED_S / 50
+        speed.write_posted(number, size, later - seconds(size))
+        speed.write_ended(number, later, landed=True)
+    assert speed.slowdown(later) < 1.5
+
+
 def test_a_late_poll_is_no_slow_link() -> None:
     speed, size = learned(), 1 << 20
     speed.write_posted("polled late", size, 1.0)
