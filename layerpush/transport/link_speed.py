@@ -2,9 +2,10 @@
 
 A WRITE of ``n`` bytes in ``d`` descriptors takes ``write_s + n * byte_s + d * descriptor_s`` seconds on the wire. All
 three come from least squares over the WRITEs that have landed; newer ones have more weight. ``slowdown`` is the time of
-recent WRITEs divided by that estimate. It rises with one slow WRITE and falls slowly, with time and not with the number
-of WRITEs: other engines may share the link again, however many WRITEs leave meanwhile. An overdue WRITE raises it
-before it lands: so the engine notices a slow link at the time at which the WRITE should have landed.
+WRITEs divided by that estimate: the mean over about ten seconds, weighted with the time for which each WRITE had the
+link. Other engines that share the link make many WRITEs slow, and may share it again seconds later. One slow WRITE
+changes the mean little. But while a WRITE is overdue, its own time counts: so the engine notices a slow link at the
+time at which the WRITE should have landed.
 
 WRITEs share the link. A WRITE's own time begins when it is on the wire, or when the WRITE before it has ended, if that
 is later. A WRITE ends between two polls of the writer thread, and its end counts as halfway between them. For
@@ -24,9 +25,11 @@ from typing import NamedTuple
 KEPT = 0.9
 """Weight of a WRITE, relative to the next one."""
 REMEMBERED_S = 10.0
-"""Faster WRITEs lower ``slowdown`` with this time constant, in seconds."""
+"""The weight of a WRITE in ``slowdown`` falls with this time constant, in seconds."""
 MOST_REMEMBERED = 4.0
-"""The next WRITE lowers a higher ``slowdown`` to this at once: a link that stood still is not a slow one."""
+"""A WRITE that took longer than this many times its estimate counts as one that took this: a link that stood still is
+not a slow one.
+"""
 GROWTH = 4.0
 """A WRITE may be this many times as large as the largest of the recent ones."""
 FIRST_TRIAL, TRIAL_EVERY = 8, 64
@@ -59,7 +62,7 @@ class LinkSpeed:
         self.terms = Terms()
         self._free_since = -math.inf
         self._landed = _Landed()
-        self._slowdown = 1.0
+        self._slow_s = self._used_s = 0.0
         self._largest = 0.0
         self._comparable = 0
 
@@ -124,8 +127,10 @@ class LinkSpeed:
         self._largest = max(size, KEPT * self._largest)
         due = self.estimate(size, descriptors)
         if due > 0:
-            measured, kept = max(1.0, (still - since) / due), math.exp((before - self._free_since) / REMEMBERED_S)
-            self._slowdown = measured + max(0.0, kept * (min(self._slowdown, MOST_REMEMBERED) - measured))
+            kept = math.exp((before - self._free_since) / REMEMBERED_S)
+            slowdown = min(max(1.0, (still - since) / due), MOST_REMEMBERED)
+            self._used_s = kept * self._used_s + slowdown * due
+            self._slow_s = kept * self._slow_s + slowdown * slowdown * due
         self._landed.write_landed(size, descriptors, took)
         self.terms = self._landed.fitted(self.terms)
 
@@ -153,11 +158,12 @@ class LinkSpeed:
         return max(posted, self._free_since), self.estimate(size, descriptors)
 
     def slowdown(self, now: float) -> float:
-        """At least 1. The oldest WRITE in flight counts with its time so far."""
+        """At least 1: the mean, or the time so far of the oldest WRITE in flight if that is longer."""
+        mean = self._slow_s / self._used_s if self._used_s else 1.0
         if not self._in_flight or not self.is_known:
-            return self._slowdown
+            return mean
         since, due = self._oldest
-        return max(self._slowdown, (now - since) / due) if due > 0 else self._slowdown
+        return max(mean, (now - since) / due) if due > 0 else mean
 
     def busy_s(self, now: float, times: float) -> float:
         """Seconds until all WRITEs in flight have landed, if each takes ``times`` as long as estimated."""

@@ -92,18 +92,40 @@ def test_writes_queue_for_the_link() -> None:
     assert speed.busy_s(1.0 + seconds(1 << 20), times=2.0) == pytest.approx(5 * seconds(1 << 20))
 
 
-def test_late_writes_raise_the_slowdown_at_once_and_seconds_of_fast_writes_lower_it() -> None:
+def ran(speed: LinkSpeed, begin: float, spacing_s: float, slow: list[float]) -> float:
+    """WRITEs of one size, ``spacing_s`` apart, each so many times slower than the estimate; the last landed at the time
+    returned.
+    """
+    size, at = 1 << 20, begin
+    for number, times in enumerate(slow):
+        speed.write_posted((begin, number), size, at)
+        at += times * seconds(size)
+        speed.write_ended((begin, number), at, landed=True)
+        at += spacing_s
+    return at
+
+
+def test_an_overdue_write_raises_the_slowdown_before_it_lands() -> None:
     speed, size = learned(), 1 << 20
     speed.write_posted("slow", size, 1.0)
     assert speed.slowdown(1.0 + 3 * seconds(size)) == pytest.approx(3.0)
-    at = 1.0 + 4 * seconds(size)
-    speed.write_ended("slow", at, landed=True)
-    assert speed.slowdown(at) == pytest.approx(4.0)
-    for number in range(1, 101):
-        later = at + number * REMEMBERED_S / 100
-        speed.write_posted(number, size, later - seconds(size))
-        speed.write_ended(number, later, landed=True)
-    assert speed.slowdown(later) == pytest.approx(1.0 + 3.0 / math.e, rel=0.01)
+
+
+def test_one_slow_write_among_many_is_no_slow_link() -> None:
+    speed = learned()
+    at = ran(speed, 1.0, 0.01, [1.0] * 100 + [30.0])
+    assert speed.slowdown(at) < 1.2
+
+
+def test_a_link_that_others_share_is_slow_for_seconds() -> None:
+    speed = learned()
+    at = ran(speed, 1.0, 0.01, [1.0, 4.0] * 20)
+    shared = speed.slowdown(at)
+    assert shared > 1.2
+    at = ran(speed, at, 0.1 * REMEMBERED_S, [1.0] * 5)
+    assert 1 + 0.4 * (shared - 1) < speed.slowdown(at) < shared
+    at = ran(speed, at, 0.1 * REMEMBERED_S, [1.0] * 50)
+    assert speed.slowdown(at) < 1.1
 
 
 def test_a_link_that_stood_still_is_soon_as_fast_as_before() -> None:
