@@ -28,7 +28,6 @@ from scripts.docgen import (
     soakrun,
     topologies,
     versions,
-    waiting,
 )
 from scripts.docgen.markers import fill
 
@@ -82,7 +81,6 @@ SECTIONS: Mapping[str, Section] = {
     "copies-figures": Section((BENCHMARKS,), of("copies.json", copies.tables)),
     "kept-figures": Section((BENCHMARKS,), of("kept.json", keptpage.table)),
     "returned-figures": Section((BENCHMARKS,), of("returned.json", returnedpage.tables)),
-    "waiting-figures": Section((BENCHMARKS,), of("waiting.json", waiting.table)),
     "fleet-load": Section((FLEET,), of("fleet.json", fleet.load_table)),
     "fleet-incast": Section((FLEET,), of("fleet.json", fleet.incast_table)),
     "fleet-ratio": Section((FLEET,), of("fleet.json", fleet.ratio_table)),
