@@ -73,7 +73,6 @@ def main(
             min=BLOCK_TOKENS, help="Tokens of a step: --max-num-batched-tokens. Default: 2048, or 8192 with --long."
         ),
     ] = None,
-    cached: Annotated[str, typer.Option(help="Percent of each prompt in P's prefix cache; 0,90 measures both.")] = "0",
     layer_ms: Annotated[
         float, typer.Option(min=0.5, help="Milliseconds of matrix products for a layer of a step.")
     ] = LAYER_MS,
@@ -155,7 +154,6 @@ def main(
         wanted_links = links(links_, device)
         prompts = numbers(tokens) if tokens else list(preset.tokens)
         patterns = names(ids, list(PATTERNS)) if ids else list(preset.ids)
-        shares = numbers(cached, 0, 99)
         chosen = names(models, list(MODELS)) if models else list(preset.models)
         wanted_modes = names(modes, (*MODES, *VERIFY))
         if device == "cuda" and not torch.cuda.is_available():
@@ -166,7 +164,7 @@ def main(
         screen.print(str(error), style="red", markup=False)
         raise typer.Exit(2) from error
     most_mib, step = most_mib or preset.most_mib, chunk_tokens or preset.chunk_tokens
-    cases, left_out = known_cases(chosen, prompts, patterns, step, most_mib << 20, shares)
+    cases, left_out = known_cases(chosen, prompts, patterns, step, most_mib << 20)
     grows = preset.growth if growth is None else growth
     growing = list(growing_cases(preset.points)) if grows else []
     if not cases:

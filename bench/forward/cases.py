@@ -28,8 +28,7 @@ GROWN = {
 class Case:
     """``requests`` prompts of ``tokens`` tokens each, computed together, ``chunk_tokens`` a step in all.
 
-    ``cached`` percent of each prompt, in whole blocks, are in P's prefix cache. ``ranks`` ranks of D split each block:
-    each of them gets an equal part of it.
+    ``ranks`` ranks of D split each block: each of them gets an equal part of it.
     """
 
     model: str
@@ -39,12 +38,7 @@ class Case:
     ids: str
     requests: int = 1
     chunk_tokens: int = CHUNK_TOKENS
-    cached: int = 0
     ranks: int = 1
-
-    @property
-    def cached_blocks(self) -> int:
-        return self.tokens * self.cached // 100 // BLOCK_TOKENS
 
     @property
     def blocks(self) -> int:
@@ -73,7 +67,7 @@ class Case:
     def steps(self) -> tuple[int, ...]:
         """Tokens that each engine step computes of each request."""
         share = max(BLOCK_TOKENS, self.chunk_tokens // self.requests // BLOCK_TOKENS * BLOCK_TOKENS)
-        whole, rest = divmod(self.tokens - self.cached_blocks * BLOCK_TOKENS, share)
+        whole, rest = divmod(self.tokens, share)
         return (share,) * whole + ((rest,) if rest else ())
 
     def draws(self, pool: int, seed: int) -> list[Draw]:
@@ -83,8 +77,7 @@ class Case:
 
     def __str__(self) -> str:
         several = f"{self.requests} x " if self.requests > 1 else ""
-        cached = f", {self.cached} % cached" if self.cached else ""
-        return f"{self.model} {several}{tokens(self.tokens)} {self.ids}{cached}"
+        return f"{self.model} {several}{tokens(self.tokens)} {self.ids}"
 
 
 @dataclass(frozen=True)
@@ -102,12 +95,11 @@ def known_cases(
     patterns: Sequence[str],
     chunk_tokens: int,
     most: int,
-    cached: Sequence[int] = (0,),
 ) -> tuple[list[Case], list[Case]]:
     """Cases of up to ``most`` bytes, and the other ones. One geometry after the other."""
     every = [
-        Case(name, MODELS[name].layers, MODELS[name].block_bytes, length, ids, 1, chunk_tokens, share)
-        for name, length, ids, share in itertools.product(models, lengths, patterns, cached)
+        Case(name, MODELS[name].layers, MODELS[name].block_bytes, length, ids, 1, chunk_tokens)
+        for name, length, ids in itertools.product(models, lengths, patterns)
     ]
     return [case for case in every if case.bytes <= most], [case for case in every if case.bytes > most]
 

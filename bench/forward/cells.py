@@ -49,7 +49,7 @@ class Series:
     ``verified`` parts. ``writer_s``: processor time of P's writer thread.
     ``writer_queued_s``: time in which P's writer thread waited for a core, maybe with Python's lock; empty if the
     system does not report it.
-    ``early``: share of the descriptors that were posted before the third hook. ``plans``: number of WRITEs by plan.
+    ``plans``: number of WRITEs by plan.
     """
 
     forward_s: list[float] = field(default_factory=list)
@@ -63,7 +63,6 @@ class Series:
     writer_queued_s: list[float] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
-    early: list[float] = field(default_factory=list)
     plans: list[dict[str, int]] = field(default_factory=list)
     hooks_us: list[float] = field(default_factory=list)
 

@@ -159,31 +159,3 @@ def verify_table(result: Result) -> str:
     )
     headings = ("tokens", "mode", "verified", "parts", "hook", "forward", "writer", "exposed", "hand-over")
     return f"{number_table(headings, rows, words=2)}\n\n{about} {_cores(result)} {conditions(result)}"
-
-
-def cached_table(result: Result) -> str:
-    """One row for each prompt and share of it that P has in its prefix cache."""
-    cells = result["cells"]
-    modes = list(cells[0]["modes"])
-    headings = (
-        *("model", "tokens", "cached"),
-        *(f"exposed by `{mode}`" for mode in modes),
-        *(f"early by `{mode}`" for mode in modes if mode != REFERENCE),
-    )
-    rows = number_table(headings, [_cached_row(cell, modes) for cell in cells], words=1)
-    about = (
-        f"Medians of {result['rounds']} rounds. Early: the share of descriptors that P posts before the third layer's "
-        "hook of the forward."
-    )
-    return f"{rows}\n\n{about} {conditions(result)}"
-
-
-def _cached_row(cell: Mapping[str, Any], modes: list[str]) -> tuple[str, ...]:
-    early = [statistics.median(cell["modes"][mode]["raw"]["early"]) for mode in modes if mode != REFERENCE]
-    return (
-        cell["model"],
-        str(cell["tokens"]),
-        f"{cell['cached']} %",
-        *_exposed(cell, modes),
-        *(f"{share:.2f}" for share in early),
-    )

@@ -154,10 +154,9 @@ class PrefillEnd:
         if names and not lane.pair.all_known.wait(LAND_TIMEOUT_S):
             raise PushError(f"{way}, {case}: D's registrations did not arrive")
         cpu_s, writer_queued = self._pusher.cpu_s, self._pusher.queued_s()
-        self._store_cached(lane, case, prompts)
         queued_before = queued_s()
         used, start = time.thread_time(), time.perf_counter()
-        computed, third = self._forward(lane, names, case, draws, prompts, series)
+        computed = self._forward(lane, names, case, draws, prompts, series)
         series.forward_s.append(time.perf_counter() - start)
         series.forward_cpu_s.append(time.thread_time() - used)
         queued_after = queued_s()
@@ -169,18 +168,11 @@ class PrefillEnd:
             series.writer_s.append(self._pusher.cpu_s - cpu_s)
             if writer_queued is not None:
                 series.writer_queued_s.append((self._pusher.queued_s() or 0.0) - writer_queued)
-            ready = self._account(lane, series, start, computed, third)
+            ready = self._account(lane, series, start, computed)
             checked: Checked = self._ask(Check(self._turn, names))
             raise_if_wrong(checked.problem, f"{way}, {case}")
             series.handed_over_s.append(checked.completed_at - ready)
             series.verified.append(checked.verified)
-
-    def _store_cached(self, lane: Lane, case: Case, prompts: Prompts) -> None:
-        """Write the KV that earlier prompts would have left in P's cache."""
-        places = prompts.place(0, case.cached_blocks)
-        for index in range(len(lane.layout.layers) if case.cached else 0):
-            prompts.store(self._turn, index, places)
-        settle(self._end.device)
 
     def _forward(
         self,
@@ -190,25 +182,22 @@ class PrefillEnd:
         draws: Sequence[Draw],
         prompts: Prompts,
         series: Series,
-    ) -> tuple[float, float]:
+    ) -> float:
         """As an engine's main thread: arm, compute layer by layer with a hook in each, sweep; then finish. An engine
-        that pushes whole requests plans nothing. Returns when the device had computed the last layer's KV, and the
-        time of the third hook.
+        that pushes whole requests plans nothing. Returns when the device had computed the last layer's KV.
         """
         events, products, turn = lane.step_events, self._products, self._turn
         layers = [layer.name for layer in lane.layout.layers]
         planned = names if lane.streams else ()
         progress = [PromptProgress(name, (BLOCK_TOKENS,)) for name in planned]
         tables = [[draw.sources] for draw in draws]
-        clock, done = time.perf_counter, case.cached_blocks * BLOCK_TOKENS
+        clock, done = time.perf_counter, 0
         last = Mark(self._end.device)
-        hooked: list[float] = []
         for scheduled in case.steps:
-            chunks = []
-            for each, table in zip(progress, tables, strict=bool(progress)):
-                if not each.chunks and done:
-                    chunks.append(each.plan_cached(done, case.tokens, table))
-                chunks.append(each.advance(done, scheduled, case.tokens, table))
+            chunks = [
+                each.advance(done, scheduled, case.tokens, table)
+                for each, table in zip(progress, tables, strict=bool(progress))
+            ]
             first, done = done // BLOCK_TOKENS, done + scheduled
             places = prompts.place(first, -(-done // BLOCK_TOKENS))
             plan = StepPlan(tuple(chunk for chunk in chunks if chunk is not None))
@@ -219,18 +208,16 @@ class PrefillEnd:
                 before = clock()
                 events.layer_saved(layer)
                 series.hooks_us.append(1e6 * (clock() - before))
-                hooked.append(before)
                 last = Mark(self._end.device)
                 products.mlp()
             settle(self._end.device)
             events.sweep()
         for name, draw in zip(names, draws, strict=bool(names)):
             events.finish(name, (list(draw.sources),))
-        return last.reached(), hooked[min(2, len(hooked) - 1)]
+        return last.reached()
 
-    def _account(self, lane: Lane, series: Series, start: float, computed: float, third: float) -> float:
-        """Add a push to ``series``. ``computed``: when the last layer was; ``third``: the time of the third hook.
-        Returns when the last layer was ready.
+    def _account(self, lane: Lane, series: Series, start: float, computed: float) -> float:
+        """Add a push to ``series``. ``computed``: when the last layer was. Returns when it was ready.
         """
         meter = lane.meter
         ready = max(push.t_last_ready or computed for push in meter.pushes)
@@ -239,8 +226,6 @@ class PrefillEnd:
         series.exposed_s.append(max(landed) - ready)
         series.writes.append(len(meter.records))
         series.descriptors.append(sum(write.descriptors for write in meter.records))
-        early = sum(write.descriptors for write in meter.records if write.t_post < third)
-        series.early.append(early / series.descriptors[-1])
         series.plans.append(meter.plans)
         return ready
 

@@ -67,7 +67,6 @@ SECTIONS: Mapping[str, Section] = {
     "forward-short": Section((BENCHMARKS,), of("forward.json", forward.short_table)),
     "forward-figures": Section((FIGURES,), of("forward.json", forward.table)),
     "long-figures": Section((BENCHMARKS,), of("long.json", forward.long_table)),
-    "cached-figures": Section((BENCHMARKS,), of("cached.json", forward.cached_table)),
     "verify-figures": Section((BENCHMARKS,), of("verify.json", forward.verify_table)),
     "link-short": Section((BENCHMARKS,), of("links.json", forward.short_table)),
     "link-figures": Section((FIGURES,), of("links.json", forward.table)),

@@ -286,7 +286,6 @@ def test_long_prompts_of_every_small_model_fit_into_14_gib() -> None:
         (["--models", "gpt-2"], "none of llama-8b"),
         (["--most-mib", "1"], "the smallest"),
         (["--tokens", "0"], "'0' is no whole number of 1 or more"),
-        (["--cached", "100"], "0 to 99"),
         (["--quick", "--long"], "not both"),
         (["--packing", "zip"], "not one of 'auto', 'off', 'gather'"),
     ],
