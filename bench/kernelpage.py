@@ -42,13 +42,9 @@ def _rate(way: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _about(result: Result) -> str:
-    device = result["device"]
     text = (
         f"Median payload of {result['rounds']} rounds, blocks in any order, beside a plain copy of as many contiguous "
-        "bytes in the same rounds; nothing of it is in a cache."
+        f"bytes in the same rounds; nothing of it is in a cache. On one {result['device']['name']}, with at most "
+        f"{result['max_programs']} programs."
     )
-    if device["kind"] == "cpu":
-        text += " On a CPU torch's operators do the work, in one thread, so their rate does not apply to a GPU."
-    else:
-        text += f" On one {device['name']}, with at most {result['max_programs']} programs."
     return f"{text} {conditions(result)}"

@@ -217,8 +217,7 @@ class PrefillEnd:
         return last.reached()
 
     def _account(self, lane: Lane, series: Series, start: float, computed: float) -> float:
-        """Add a push to ``series``. ``computed``: when the last layer was. Returns when it was ready.
-        """
+        """Add a push to ``series``. ``computed``: when the last layer was. Returns when it was ready."""
         meter = lane.meter
         ready = max(push.t_last_ready or computed for push in meter.pushes)
         landed = [write.t_landed for write in meter.records if write.t_landed is not None]

@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ TIMES = {"exposed_s": "exposed", "ttft_s": "TTFT"}
 COLOURS = {"auto": "#b0127b", "layer": "#d9541e", "chunk": "#f2b134", "request": "#4c9fd4", "token": "#b0127b"}
 MARKERS = "os^vD"
 AS_INSTALLED = "as installed"
-BAND = (10, 90)
 BARS = 0.76
 """The width of all bars of one place."""
 DIGITS = 6
@@ -73,7 +71,7 @@ def timeline(path: Path) -> None:
         panel.figure.legend(handles=patches, loc="outside lower left", ncols=3, fontsize="small")
 
 
-def exposed_in_short(path: Path) -> None:
+def exposed(path: Path) -> None:
     """Exposed time by prompt length: a line for each model, of a whole push and of ``auto``."""
     cells = _result("long.json")["cells"]
     with _figure(1, 1, path, "Left of the transfer after prefill, four models") as ((panel,),):
@@ -158,22 +156,6 @@ def price(path: Path) -> None:
         forward.set_title("no model: a forward with a push, of one without", loc="left", fontsize="medium")
         _plain_axis(forward, (0.1, 0.2, 0.5, 1, 2, 3.5))
         _finish(forward)
-
-
-def exposed(path: Path) -> None:
-    """Exposed time by prompt length: a panel for each model. Two panels share a row; each mode has a line."""
-    cells = _result("long.json")["cells"]
-    panels: dict[str, list[Mapping[str, Any]]] = {}
-    for cell in cells:
-        panels.setdefault(f"{cell['link']}, {cell['model']}, {cell['ids']} blocks", []).append(cell)
-    with _figure(-(-len(panels) // 2), 2, path, "Exposed time by prompt length") as grid:
-        for panel, where in zip_longest(grid.flat, panels):
-            if where is None:
-                panel.set_axis_off()
-                continue
-            _exposed(panel, sorted(panels[where], key=lambda cell: cell["tokens"]))
-            panel.set_title(f"{where}: exposed after prefill", loc="left", fontsize="medium")
-        grid[0][0].legend(fontsize="small")
 
 
 def growing(path: Path) -> None:
@@ -309,11 +291,10 @@ def estimate(path: Path) -> None:
 
 PICTURES: Mapping[Path, Callable[[Path], None]] = {
     ROOT / "docs/demo-timeline.svg": timeline,
-    ROOT / "docs/exposed.svg": exposed_in_short,
+    ROOT / "docs/exposed.svg": exposed,
     ROOT / "docs/first-tokens.svg": first_tokens,
     ROOT / "docs/link-use.svg": by_link_use,
     ROOT / "docs/price.svg": price,
-    ROOT / "docs/exposed-by-length.svg": exposed,
     ROOT / "docs/growth.svg": growing,
     ROOT / "docs/kept.svg": after_death,
     ROOT / "docs/returned.svg": conversations,
@@ -336,24 +317,6 @@ def render(draw: Callable[[Path], None]) -> str:
         with mpl.rc_context({"svg.hashsalt": HASH_SALT, "svg.fonttype": "none"}):
             draw(path)
         return path.read_text()
-
-
-def _exposed(panel: Any, cells: Sequence[Mapping[str, Any]]) -> None:
-    """Medians as lines; four fifths of the samples as bands."""
-    lengths = [cell["tokens"] for cell in cells]
-    for mode in cells[0]["modes"]:
-        samples = [[1e3 * each for each in cell["modes"][mode]["raw"]["exposed_s"]] for cell in cells]
-        medians = [float(np.median(each)) for each in samples]
-        panel.plot(lengths, medians, "o-", color=COLOURS[mode], label=mode, ms=4, lw=1.4)
-        low, high = ([float(np.percentile(each, share)) for each in samples] for share in BAND)
-        panel.fill_between(lengths, low, high, color=COLOURS[mode], alpha=0.15, lw=0)
-    panel.set_xscale("log")
-    _plain_axis(panel, sorted(set(lengths)))
-    panel.set_xlabel("prompt tokens")
-    panel.grid(alpha=0.25)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.set_ylabel("milliseconds")
-    panel.set_ylim(bottom=0)
 
 
 def _line(panel: Any, line: Line) -> None:

@@ -131,9 +131,7 @@ def test_a_forward_without_schedstat_has_no_delays() -> None:
 
 
 def test_the_kernel_table_of_a_gpu_names_the_gpu() -> None:
-    device = {"kind": "cuda", "name": "NVIDIA H200"}
-    gpu_machine = {"cpus": 16, "gpus": [{"name": "NVIDIA H200", "memory_mib": 143771}]}
-    result = committed("kernel", device=device, machine=gpu_machine)
+    result = committed("gpu-kernel")
     text = kernelpage.tables(result)
     assert f"On one NVIDIA H200, with at most {result['max_programs']} programs." in text
     assert "1 x NVIDIA H200, 16 CPU cores" in conditions(result)
