@@ -1,4 +1,4 @@
-"""A hook of mkdocs: README.md and CONTRIBUTING.md as pages of the site, with links relative to docs/."""
+"""Hooks of mkdocs: README.md and CONTRIBUTING.md as pages of the site, with links relative to docs/."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ def on_files(files: Any, config: Any) -> Any:
             text = text.replace(f"]({source}", f"]({target}")
         files.append(File.generated(config, page, content=text.replace("](docs/", "](")))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    for target, source in PAGES.items():
+        markdown = markdown.replace(f"](../{source}", f"]({target}")
+    return markdown

@@ -42,12 +42,6 @@ def started_proxy(machine: Machine, command: Block, name: str) -> Server:
     return proxy
 
 
-def test_repeated_commands_are_the_same() -> None:
-    """So one run checks both places."""
-    for first in (ON_P, ON_D, "layerpush proxy --prefill http://10.0.0.1:8000"):
-        assert block("README.md", first).text == block(QUICKSTART, first).text
-
-
 @patient
 def test_the_readme_and_the_contract(machine: Machine) -> None:
     """P, D, the proxy, and both ways without a proxy."""

@@ -48,7 +48,6 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     (DEPLOYMENT, "layerpush proxy --host 0.0.0.0"): (DEPLOYED,),
     (PROXY, "layerpush proxy --port 8000"): (README_RUN,),
     (PROXY, "curl http://127.0.0.1:8000/v1/chat/completions"): (README_RUN,),
-    (QUICKSTART, "make demo"): (f"{E2E}::test_the_demo", CI),
     (QUICKSTART, "make setup"): (CI, "tests/unit/test_cli.py::test_doctor_passes_on_this_installation"),
     (QUICKSTART, "python -m bench.demo.model"): (f"{HERE}::test_the_model_of_the_quickstart",),
     (QUICKSTART, "docs/examples/"): (BY_HAND,),
