@@ -129,7 +129,7 @@ def test_the_forward_has_a_core_to_itself(tmp_path: Path) -> None:
     try:
         decode, prefill = until(lambda: children(process.pid, 2), seconds=SECONDS)
         until(lambda: places(prefill).get(prefill) == {forward}, seconds=SECONDS)
-        until(lambda: len(places(prefill)) > 5, seconds=SECONDS)  # NIXL's threads, and the writer
+        until(lambda: len(places(prefill)) > 3, seconds=SECONDS)  # UCX's, NIXL's progress thread, and the writer
         assert {frozenset(cores) for thread, cores in places(prefill).items() if thread != prefill} == {
             frozenset(others)
         }
