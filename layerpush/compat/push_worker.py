@@ -33,6 +33,7 @@ from layerpush.compat.leases import SendLeases, extend
 from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, own_blocks, refusal
 from layerpush.compat.pieces import StridedEngine, disguised, regions_of, release, size_difference, strided_engine
 from layerpush.compat.states import (
+    check_stock_p,
     equal_heads_allowed,
     has_whole_groups,
     push_kv_to_all,
@@ -207,7 +208,9 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
 
     def _strided_engine(self, metadata: Any, tp_size: int, dcp_size: int) -> StridedEngine | None:
         is_layerpush, self._ranks_there = answered_by_layerpush(), tp_size
-        self._whole_groups = has_whole_groups(self, metadata, tp_size, is_layerpush=is_layerpush)
+        self._whole_groups = has_whole_groups(self, metadata, tp_size)
+        if not is_layerpush:
+            check_stock_p(self, tp_size, is_whole=self._whole_groups)
         has_rows = self.layout is not None and bool(self.layout.parts)
         return strided_engine(self, metadata, tp_size, dcp_size, has_rows=has_rows, is_layerpush=is_layerpush)
 

@@ -26,9 +26,7 @@ GROUPS = slice(1, 3)
 """B and C among the four parts of a state of Mamba-2. The inputs are before them, then comes the other state."""
 
 
-def has_whole_groups(
-    worker: NixlPushConnectorWorker, metadata: NixlAgentMetadata, tp_size: int, *, is_layerpush: bool
-) -> bool:
+def has_whole_groups(worker: NixlPushConnectorWorker, metadata: NixlAgentMetadata, tp_size: int) -> bool:
     """Whether B and C are not split between the ranks of this engine, or of a connected one of ``tp_size`` ranks.
 
     Raises ``ValueError`` if no push of states from one to the other can be right.
@@ -47,13 +45,21 @@ def has_whole_groups(
             f"each of its {tp_size} tensor parallel ranks has {metadata.ssm_sizes} bytes of a state, and each of our"
             f" {ranks} has {worker._mamba_ssm_size}"
         )
-    shares_heads = not worker.use_mla and ranks > max(tp_size, topology.total_num_kv_heads)
-    if worker.vllm_config.kv_transfer_config.is_kv_consumer and not is_layerpush and (is_whole or shares_heads):
-        raise ValueError(
-            "vLLM's push connector cannot push what ranks have in common to the right place of this model's states and"
-            f" KV: with {tp_size} ranks and {ranks} here, the prefill engine must run layerpush"
-        )
     return is_whole
+
+
+def check_stock_p(worker: NixlPushConnectorWorker, tp_size: int, *, is_whole: bool) -> None:
+    """Raises ``ValueError`` if vLLM's own push from ``tp_size`` ranks cannot be right, so this decode engine would wait
+    for it in vain, or for wrong bytes. ``is_whole``: see ``has_whole_groups``.
+    """
+    topology, transfer = worker.transfer_topo, worker.vllm_config.kv_transfer_config
+    assert topology is not None
+    shares_heads = not worker.use_mla and topology.tp_size > max(tp_size, topology.total_num_kv_heads)
+    if transfer.is_kv_consumer and (is_whole or shares_heads):
+        raise ValueError(
+            "vLLM's push connector cannot push KV heads, or parts of a state, that ranks have in common: with"
+            f" {tp_size} ranks and {topology.tp_size} here, the prefill engine must run layerpush"
+        )
 
 
 @contextmanager

@@ -592,7 +592,9 @@ def _run(topology: Topology, folder: Path, engines: list[Engine], lines: Lines) 
 
     try:
         ps, ds = build(topology.p, "kv_producer"), build(topology.d, "kv_consumer")
-    except (NotImplementedError, ValueError) as error:
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        if not str(error):
+            raise  # an assertion of ours
         return Result("refused", repr(error))
     logger.addHandler(lines)  # vLLM's first engine in a process has removed others
     if topology.cached:
