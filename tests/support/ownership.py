@@ -57,10 +57,6 @@ class Descriptors:
                 raise ValueError(f"{owner!r} does not own descriptor {index}")
             self._owners[int(index)] -= self._owners[int(index)] if owner is None else {owner}
 
-    def take_back(self, ids: Iterable[int]) -> None:
-        """WRITEs of every owner may touch these again."""
-        self.hand_to(ids, ANYONE)
-
 
 @dataclass(frozen=True)
 class Violation:

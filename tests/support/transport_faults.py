@@ -68,19 +68,6 @@ class Faults:
     at: dict[tuple[str, int], Callable[[FakeFabric], None]] = field(default_factory=dict)
 
     @classmethod
-    def seeded(cls, seed: int, rate: float = 0.05, span: int = 1000) -> Faults:
-        """Each kind of fault, except death, at ``rate`` among the first ``span`` posts and notifications."""
-        draw = random.Random(seed)
-
-        def some() -> set[int]:
-            return {number for number in range(span) if draw.random() < rate}
-
-        def counts() -> dict[int, int]:
-            return {number: draw.randint(1, 20) for number in sorted(some())}
-
-        return cls(some(), some(), counts(), some(), some(), some(), counts())
-
-    @classmethod
     def endless(
         cls,
         seed: int,

@@ -20,14 +20,6 @@ def accusation(pair: Pair) -> str:
     return str(pair.fabric.violations[0])
 
 
-def test_a_write_that_lands_in_a_freed_block_is_a_violation() -> None:
-    pair = held()
-    handle = pair.post(ALL[:4], ALL[4:8])
-    pair.theirs.give_away([5])
-    pair.land(handle)
-    assert pair.fabric.violations == [Violation("D", "kv", 5)]
-
-
 def test_a_read_from_a_freed_block_is_a_violation() -> None:
     pair = Pair()
     handle = pair.post(ALL[:4], ALL[4:8])
@@ -45,14 +37,6 @@ def test_a_post_for_a_freed_block_is_a_violation_at_once(side: str) -> None:
     assert pair.fabric.violations == [Violation(side, "kv", 3)]
     pair.land(handle)
     assert len(pair.fabric.violations) == 1
-
-
-def test_a_reclaimed_block_may_be_written() -> None:
-    pair = Pair()
-    pair.theirs.give_away(ALL)
-    pair.theirs.take_back(ALL[:4])
-    pair.land(pair.post(ALL[:4], ALL[:4]))
-    assert pair.fabric.violations == []
 
 
 def test_owners_have_names() -> None:
@@ -156,14 +140,6 @@ def test_requests_may_share_a_source_block() -> None:
     pair.land(first)
     assert "WRITE 0 from 'P' to 'D' reads from" in accusation(pair)
     assert "is for 'r1', the descriptor belongs to 'r2'" in accusation(pair)
-
-
-def test_a_released_write_is_still_checked() -> None:
-    pair = held()
-    pair.p.release(pair.post())
-    pair.theirs.give_away([5])
-    pair.fabric.settle()
-    assert "lands in descriptor 5" in accusation(pair)
 
 
 def test_writes_of_a_dead_peer_are_still_checked() -> None:

@@ -279,11 +279,10 @@ def test_requests_choose_their_push_mode(configured: PushMode) -> None:
     world.assert_clean()
 
 
-@pytest.mark.parametrize(
-    ("mode", "fallback"), [(mode, None if mode is PushMode.WHOLE else UNABLE) for mode in PushMode]
-)
-def test_an_engine_unable_to_push_by_layer_records_the_fallback(mode: PushMode, fallback: str | None) -> None:
-    world = ScriptedWorld(engine=Identity("P", 0, UNABLE))
+@pytest.mark.parametrize("unable", [UNABLE, None], ids=["by an unable engine", "if it is short"])
+@pytest.mark.parametrize("mode", [None, *PushMode])
+def test_a_prompt_is_pushed_whole_in_every_mode(mode: PushMode | None, unable: str | None) -> None:
+    world = ScriptedWorld(engine=Identity("P", 0, unable))
     prompt, decoder = ScriptedRequest("p-1", TOKENS, list(range(1, 9)), mode, whole=True), world.decoder()
     wanted = world.registers(prompt, decoder)
     world.step((prompt, TOKENS))
@@ -291,20 +290,7 @@ def test_an_engine_unable_to_push_by_layer_records_the_fallback(mode: PushMode, 
     world.finish(prompt)
     world.settle()
     assert decoder.holds(prompt, wanted)
-    assert [(record.mode, record.fallback) for record in world.trace.records] == [("request", fallback)]
-    world.assert_clean()
-
-
-@pytest.mark.parametrize(
-    ("mode", "fallback"), [(None, SHORT_PROMPT), (PushMode.LAYER, SHORT_PROMPT), (PushMode.WHOLE, None)]
-)
-def test_a_short_prompt_is_pushed_whole_in_every_mode(mode: PushMode | None, fallback: str | None) -> None:
-    world = ScriptedWorld()
-    prompt, decoder = ScriptedRequest("p-1", TOKENS, list(range(1, 9)), mode, whole=True), world.decoder()
-    world.registers(prompt, decoder)
-    world.step((prompt, TOKENS))
-    world.finish(prompt)
-    world.settle()
+    fallback = None if mode is PushMode.WHOLE else unable or SHORT_PROMPT
     assert [(record.mode, record.fallback) for record in world.trace.records] == [("request", fallback)]
     world.assert_clean()
 
