@@ -18,12 +18,12 @@ from layerpush.core.wire import PROTOCOL_VERSION, Registration
 from layerpush.transport.peers import Address
 
 if TYPE_CHECKING:
-    from bench.fleet.fleet import Fleet, Request
+    from bench.fleet.fleet import Fleet, FleetRequest
 
 SAMPLING = "greedy"
 
 
-class Turn(Protocol):
+class ConversationTurn(Protocol):
     """A turn of a conversation."""
 
     @property
@@ -41,19 +41,19 @@ class PrefixCache:
         self._room, self._block_tokens = tokens, block_tokens
         self._kept: OrderedDict[int, int] = OrderedDict()
 
-    def found(self, request: Turn) -> int:
+    def found(self, request: ConversationTurn) -> int:
         """Tokens of the request's prompt, in whole blocks and without its last token."""
         tokens = min(self._kept.get(request.conversation, 0), request.prefix, request.tokens - 1)
         return tokens // self._block_tokens * self._block_tokens
 
-    def keep(self, request: Turn) -> None:
+    def keep(self, request: ConversationTurn) -> None:
         self._room += self._kept.pop(request.conversation, 0) - request.tokens
         self._kept[request.conversation] = request.tokens
         while self._room < 0:
             self._room += self._kept.popitem(last=False)[1]
 
 
-class Engine:
+class FleetEngine:
     """One life of an engine: a restarted engine is another object with the same ``engine_id``."""
 
     is_prefill: ClassVar[bool]
@@ -75,7 +75,7 @@ class Engine:
         """As the clock's, if the engine still lives then."""
         self.fleet.clock.after(seconds, lambda: self.is_alive and call())
 
-    def take(self, request: Request, tokens: int) -> list[int] | None:
+    def take(self, request: FleetRequest, tokens: int) -> list[int] | None:
         """Blocks for so many tokens; None if too few are free."""
         count = -(-tokens // self.fleet.model.block_tokens)
         if count > len(self.free):
@@ -112,10 +112,10 @@ class Engine:
 
 
 @dataclass(eq=False)
-class Prompt:
+class PrefillRequest:
     """A request in P's scheduler."""
 
-    request: Request
+    request: FleetRequest
     request_id: str
     progress: PromptProgress
     blocks: list[int] | None = None
@@ -130,23 +130,23 @@ class Prompt:
         return not self.request.is_over and self.request.name == self._name
 
 
-class PrefillEngine(Engine):
+class PrefillEngine(FleetEngine):
     """First come, first served; a step has tokens of several prompts if they are short."""
 
     is_prefill = True
 
     def __init__(self, fleet: Fleet, engine_id: str, life: int) -> None:
         super().__init__(fleet, engine_id, life)
-        self._prompts: list[Prompt] = []
+        self._prompts: list[PrefillRequest] = []
         """They wait, or are being computed."""
-        self._held: dict[str, Prompt] = {}
+        self._held: dict[str, PrefillRequest] = {}
         """They are computed: their blocks are held for the push."""
         self._arrived: list[Arrived] = []
         self._runs = False
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: FleetRequest) -> None:
         name = self.fleet.new_id(request)
-        prompt = Prompt(request, name, PromptProgress(name, (self.fleet.model.block_tokens,)))
+        prompt = PrefillRequest(request, name, PromptProgress(name, (self.fleet.model.block_tokens,)))
         self._prompts.append(prompt)
         self._arrived.append(Arrived(prompt.request_id, None, request.name))
         self.load += request.tokens
@@ -207,7 +207,7 @@ class PrefillEngine(Engine):
             self.after(LEASE_S, partial(self._lease_ends, prompt))
         self._begin_step()
 
-    def _lease_ends(self, prompt: Prompt) -> None:
+    def _lease_ends(self, prompt: PrefillRequest) -> None:
         """vLLM's heartbeats prolong the lease while D waits."""
         if prompt.request_id not in self._held:
             return
@@ -231,7 +231,7 @@ class PrefillEngine(Engine):
 class Loading:
     """A request in D's scheduler. ``blocks`` are those that P writes; ``cached`` tokens are here already."""
 
-    request: Request
+    request: FleetRequest
     request_id: str
     prefill: Address
     blocks: list[int] = field(default_factory=list)
@@ -240,7 +240,7 @@ class Loading:
     is_parked: bool = False
 
 
-class DecodeEngine(Engine):
+class DecodeEngine(FleetEngine):
     """It starts requests in their order, as its blocks allow. Its steps take ``decode_s`` while any request decodes."""
 
     is_prefill = False
@@ -253,12 +253,12 @@ class DecodeEngine(Engine):
         self._numbers = 0
 
     @property
-    def lost(self) -> list[Request]:
+    def lost(self) -> list[FleetRequest]:
         """The requests that fail with this engine."""
         loads = (*self._waiting, *self._loads.values())
         return [loading.request for loading in loads if not loading.request.is_over]
 
-    def submit(self, request: Request, prefill: Address) -> None:
+    def submit(self, request: FleetRequest, prefill: Address) -> None:
         loading = Loading(request, self.fleet.new_id(request), prefill)
         self._waiting.append(loading)
         self.load += request.tokens + request.answer

@@ -34,7 +34,7 @@ class BrokenRuleError(BaseException):
 
 
 @dataclass(eq=False)
-class Link:
+class FabricLink:
     """``capacity`` in bytes a second."""
 
     capacity: float
@@ -52,7 +52,7 @@ class Flow:
     remote: DescriptorIds
     owners: DescriptorIds
     """The prompt of each block."""
-    path: tuple[Link, ...]
+    path: tuple[FabricLink, ...]
     left: float
     rate: float = 0.0
     since: float = 0.0
@@ -105,7 +105,7 @@ class Fabric:
             self._share(flow.path)
 
     def _stop(self, flows: Iterable[Flow]) -> None:
-        links: dict[Link, None] = {}
+        links: dict[FabricLink, None] = {}
         for flow in flows:
             flow.version += 1
             for link in flow.path:
@@ -113,9 +113,9 @@ class Fabric:
                     links[link] = None
         self._share(links)
 
-    def _share(self, links: Iterable[Link]) -> None:
+    def _share(self, links: Iterable[FabricLink]) -> None:
         """New rates for all flows that share a link with these links' flows, directly or through others."""
-        room: dict[Link, float] = {}
+        room: dict[FabricLink, float] = {}
         flows: dict[Flow, None] = {}
         near = list(links)
         while near:
@@ -167,7 +167,9 @@ class Endpoint:
     its rack, for a decode engine from outside to its card.
     """
 
-    def __init__(self, fabric: Fabric, name: str, worker: Worker, path: tuple[Link, ...], layers: int, blocks: int):
+    def __init__(
+        self, fabric: Fabric, name: str, worker: Worker, path: tuple[FabricLink, ...], layers: int, blocks: int
+    ):
         self.fabric, self.name, self.worker, self.path, self.blocks = fabric, name, worker, path, blocks
         self.link = path[0]
         self.died_at: float | None = None

@@ -25,9 +25,9 @@ import numpy as np
 
 from bench.fleet.arrivals import TRACES, Arrival, arrivals
 from bench.fleet.clock import Clock
-from bench.fleet.engines import DecodeEngine, Engine, PrefillEngine, PrefixCache
-from bench.fleet.fabric import BrokenRuleError, Endpoint, Fabric, Link
-from bench.fleet.presets import MODELS, PATIENCE_S, RACK, WRITE_S, Model
+from bench.fleet.engines import DecodeEngine, FleetEngine, PrefillEngine, PrefixCache
+from bench.fleet.fabric import BrokenRuleError, Endpoint, Fabric, FabricLink
+from bench.fleet.presets import MODELS, PATIENCE_S, RACK, WRITE_S, RankModel
 from bench.fleet.worker import Worker
 from bench.rank import Defects
 from layerpush.core.push_mode import PushMode
@@ -68,7 +68,7 @@ class Plan:
 
 
 @dataclass(eq=False)
-class Request:
+class FleetRequest:
     """``number`` is 1 or more, and names it in memory."""
 
     number: int
@@ -106,7 +106,7 @@ class Outcome:
 class Fleet:
     """``model`` and ``turns``: None for the plan's model and for draws from its trace."""
 
-    def __init__(self, plan: Plan, model: Model | None = None, turns: Iterable[Arrival] | None = None) -> None:
+    def __init__(self, plan: Plan, model: RankModel | None = None, turns: Iterable[Arrival] | None = None) -> None:
         self.plan, self.model, self.mode, self.turns = plan, model or MODELS[plan.model], plan.mode, turns
         self.kv_tokens = plan.kv_tokens or self.model.kv_tokens
         self.clock, self.draw, self.outcome = Clock(), random.Random(plan.seed), Outcome()
@@ -117,13 +117,13 @@ class Fleet:
         self.handshake_s: list[float] = []
         self._costs: list[dict[str, Any]] = []
         self._costs_from = self.began
-        self.requests: list[Request] = []
-        self.engines: dict[str, Engine] = {}
+        self.requests: list[FleetRequest] = []
+        self.engines: dict[str, FleetEngine] = {}
         self._ids, self._lives = itertools.count(1), Counter[str]()
         self._turns = itertools.count()
         self._sides: tuple[list[str], list[str]]
         self._sides = [f"P{n}" for n in range(plan.prefill)], [f"D{n}" for n in range(plan.decode)]
-        self._racks: dict[tuple[str, int], Link] = {}
+        self._racks: dict[tuple[str, int], FabricLink] = {}
         self._paths = {name: self._path(name, number) for side in self._sides for number, name in enumerate(side)}
         self._caches = {name: self.empty_cache() for name in self._paths}
         for name in self._paths:
@@ -134,13 +134,13 @@ class Fleet:
     def endpoint(self, name: str, worker: Worker, layers: int, blocks: int) -> Endpoint:
         return Endpoint(self.fabric, name, worker, self._paths[worker.engine_id], layers, blocks)
 
-    def _path(self, name: str, number: int) -> tuple[Link, ...]:
+    def _path(self, name: str, number: int) -> tuple[FabricLink, ...]:
         """An engine's card, and the link of its rack if it is narrower than the cards of the rack."""
-        card, rack = Link(self.plan.card), (name[0], number // RACK)
+        card, rack = FabricLink(self.plan.card), (name[0], number // RACK)
         if self.plan.oversubscription <= 1:
             return (card,)
         engines = min(RACK, len(self._sides[name[0] == "D"]) - rack[1] * RACK)
-        uplink = self._racks.setdefault(rack, Link(engines * self.plan.card / self.plan.oversubscription))
+        uplink = self._racks.setdefault(rack, FabricLink(engines * self.plan.card / self.plan.oversubscription))
         return (card, uplink)
 
     def prefixes(self, engine_id: str) -> PrefixCache:
@@ -149,7 +149,7 @@ class Fleet:
     def empty_cache(self) -> PrefixCache:
         return PrefixCache(self.kv_tokens, self.model.block_tokens)
 
-    def new_id(self, request: Request) -> str:
+    def new_id(self, request: FleetRequest) -> str:
         """An engine's own id."""
         return f"{request.name}-{next(self._ids):08x}"
 
@@ -177,7 +177,7 @@ class Fleet:
             if record.outcome == "completed" and exposed is not None:
                 self.outcome.exposed.append(exposed)
 
-    def first_token(self, request: Request) -> None:
+    def first_token(self, request: FleetRequest) -> None:
         self.rule("5", not request.is_over)
         request.first_token_at = self.clock.now
         if self._counts(request.arrived):
@@ -185,7 +185,7 @@ class Fleet:
             self.outcome.ttft.append(ttft)
             self.outcome.by_second.setdefault(int(request.arrived - self.began), []).append(ttft)
 
-    def failed(self, request: Request) -> None:
+    def failed(self, request: FleetRequest) -> None:
         """The router tries again, with other engines if it can."""
         if request.tries + 1 < TRIES:
             request.tries += 1
@@ -196,7 +196,7 @@ class Fleet:
 
     # The router. It sends each request to both engines at once.
 
-    def route(self, request: Request) -> None:
+    def route(self, request: FleetRequest) -> None:
         prefill, decode = (self._choose(side, request) for side in self._sides)
         if prefill is None or decode is None:
             self.clock.after(1.0, lambda: self.route(request))
@@ -206,7 +206,7 @@ class Fleet:
         decode.submit(request, prefill.address)
         prefill.submit(request)
 
-    def _choose(self, names: list[str], request: Request) -> Engine | None:
+    def _choose(self, names: list[str], request: FleetRequest) -> FleetEngine | None:
         living = [engine for name in names if (engine := self.engines[name]).is_alive]
         if not living:
             return None
@@ -286,7 +286,7 @@ class Fleet:
     def _arrive(self, turn: Arrival) -> None:
         number, now = len(self.requests) + 1, self.clock.now
         answer = turn.answer if self.plan.answer is None else self.plan.answer
-        request = Request(number, now, turn.conversation, turn.tokens, answer, turn.prefix)
+        request = FleetRequest(number, now, turn.conversation, turn.tokens, answer, turn.prefix)
         self.requests.append(request)
         self.route(request)
 

@@ -8,7 +8,7 @@ from layerpush.apps.estimate.estimate import Wire
 
 
 @dataclass(frozen=True)
-class Model:
+class RankModel:
     """One rank of an engine; all ranks of an engine do the same at the same time, each with a network card of its own.
 
     ``token_bytes`` is the KV of a token in one of the ``layers``. A step takes ``token_s`` for each token, and
@@ -34,8 +34,8 @@ class Model:
 
 
 MODELS = {
-    "llama-8b": Model("Llama-3.1-8B on one GPU", 32, 4096, 40e-6, 1.3e-9, 20e-3, 400_000),
-    "llama-70b": Model("Llama-3.1-70B, TP 8", 80, 512, 44e-6, 0.8e-9, 25e-3, 1_000_000),
+    "llama-8b": RankModel("Llama-3.1-8B on one GPU", 32, 4096, 40e-6, 1.3e-9, 20e-3, 400_000),
+    "llama-70b": RankModel("Llama-3.1-70B, TP 8", 80, 512, 44e-6, 0.8e-9, 25e-3, 1_000_000),
 }
 """Computation at 400 TFLOP/s a GPU: 2 FLOP for each parameter and token, 4 x layers x hidden size for each token and
 token before it. ``kv_tokens``: 52 and 41 GB of a GPU.

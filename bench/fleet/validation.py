@@ -27,7 +27,7 @@ from bench.command import console
 from bench.fleet import page
 from bench.fleet.arrivals import Arrival, Trace, arrivals
 from bench.fleet.fleet import Fleet, Plan
-from bench.fleet.presets import LAYER_TOKEN_S, Model
+from bench.fleet.presets import LAYER_TOKEN_S, RankModel
 from bench.provenance import provenance
 from bench.serve.engine_options import folder
 from bench.servers.engines import EngineFailedError, EngineGroup, EngineServer, EngineSpec, ServerPlace
@@ -65,7 +65,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 @dataclass
-class Sample:
+class RequestSample:
     """One request through the engines. ``at`` seconds after the first one's time."""
 
     at: float
@@ -84,35 +84,37 @@ class Sample:
 
 
 @dataclass
-class Engines:
+class TwoPairs:
     """Two P and two D. The router's order is that of the simulation: P and D in turn, so that each P meets each D."""
 
     prefill: Sequence[EngineServer]
     decode: Sequence[EngineServer]
     prompts: Mapping[tuple[int, int], list[int]] = field(default_factory=dict)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[RequestSample] = field(default_factory=list)
 
     async def send(
         self, session: aiohttp.ClientSession, number: int, tokens: int, mode: PushMode, at: float = 0.0
-    ) -> Sample:
+    ) -> RequestSample:
         """Request ``number`` of a series; equal numbers and lengths are equal prompts."""
         p, d = self.prefill[number % 2], self.decode[number // 2 % 2]
         prompt = make_prompt(tokens, SEED + number, SHAPE.vocabulary)
         answer = await complete_disaggregated(session, p, d, prompt, ANSWER_TOKENS, mode.value)
-        return Sample(at, mode, tokens, answer, time.perf_counter())
+        return RequestSample(at, mode, tokens, answer, time.perf_counter())
 
-    async def alone(self, session: aiohttp.ClientSession) -> list[Sample]:
+    async def alone(self, session: aiohttp.ClientSession) -> list[RequestSample]:
         """One request at a time, after one to each pair that warms it up."""
         for number in range(FIRST):
             await self.send(session, number, ALONE[-1], PushMode.LAYER)
         cells = product(MODES, ALONE)
         return [await self.send(session, number, tokens, mode) for number, (mode, tokens) in enumerate(cells)]
 
-    async def loaded(self, session: aiohttp.ClientSession, mode: PushMode, turns: Sequence[Arrival]) -> list[Sample]:
+    async def loaded(
+        self, session: aiohttp.ClientSession, mode: PushMode, turns: Sequence[Arrival]
+    ) -> list[RequestSample]:
         """Requests at their times."""
         began = time.perf_counter() + 0.1
 
-        async def one(number: int, turn: Arrival) -> Sample:
+        async def one(number: int, turn: Arrival) -> RequestSample:
             await asyncio.sleep(began + turn.at - time.perf_counter())
             return await self.send(session, number, turn.tokens, mode, turn.at)
 
@@ -120,7 +122,7 @@ class Engines:
 
 
 @dataclass(frozen=True)
-class Speeds:
+class EngineSpeeds:
     """Of the engines, in seconds and bytes a second. ``other_s``: of a request, before P's first step and after D's
     load: HTTP, vLLM's front end and schedulers.
     """
@@ -137,7 +139,7 @@ class Speeds:
         kv_tokens = KV_BYTES // SHAPE.kv_bytes_per_token
         layer_bytes = SHAPE.kv_bytes_per_token // SHAPE.layers
         times = (self.token_s, 0.0, self.decode_s, kv_tokens, STEP_TOKENS, BLOCK_TOKENS, self.step_gap_s)
-        model = Model("the engines'", SHAPE.layers, layer_bytes, *times)
+        model = RankModel("the engines'", SHAPE.layers, layer_bytes, *times)
         seconds = turns[-1].at + 1.0
         plan = replace(ENGINES, mode=mode, seconds=seconds, warm_up=warm_up, card=self.link, write_s=self.write_s)
         fleet = Fleet(plan, model, turns)
@@ -145,7 +147,7 @@ class Speeds:
         return {"exposed_s": fleet.outcome.exposed, "ttft_s": [self.other_s + each for each in fleet.outcome.ttft]}
 
 
-def speeds(alone: Sequence[Sample]) -> Speeds:
+def speeds(alone: Sequence[RequestSample]) -> EngineSpeeds:
     """The speeds of requests that came one at a time: least squares over steps, and over WRITEs by layer and whole."""
     streamed = [each for each in alone if each.mode is PushMode.LAYER]
     steps = [(each.tokens, -(-each.tokens // STEP_TOKENS) - 1) for each in streamed]
@@ -155,7 +157,9 @@ def speeds(alone: Sequence[Sample]) -> Speeds:
     )
     byte_s, write_s = np.polyfit(sizes, times, 1)
     decode_s = median((each.ended_at - each.answer.first_token_at) / (ANSWER_TOKENS - 1) for each in alone)
-    found = Speeds(float(token_s), max(0.0, float(step_gap_s)), 1 / float(byte_s), max(0.0, float(write_s)), decode_s)
+    found = EngineSpeeds(
+        float(token_s), max(0.0, float(step_gap_s)), 1 / float(byte_s), max(0.0, float(write_s)), decode_s
+    )
     simulated = [each for mode in MODES for each in found.simulate(mode, *ONE_AT_A_TIME)["ttft_s"]]
     return replace(found, other_s=median(r.answer.ttft_s - s for r, s in zip(alone, simulated, strict=True)))
 
@@ -167,7 +171,7 @@ def _prefill_s(push: PushRecord | None) -> float:
     return push.t_last_ready - push.t_first_planned
 
 
-def _writes(sample: Sample) -> Iterator[tuple[int, float]]:
+def _writes(sample: RequestSample) -> Iterator[tuple[int, float]]:
     """Bytes of each WRITE, and its seconds on the wire: the one before is over when it begins. Records of whole pushes
     have no bytes.
     """
@@ -198,8 +202,8 @@ def spec(name: str, place: ServerPlace, model: Path, trace: Path, *, decodes: bo
 
 
 async def measure(
-    engines: Engines, turns: Sequence[Arrival], say: Callable[[str], None]
-) -> tuple[list[Sample], dict[PushMode, list[Sample]]]:
+    engines: TwoPairs, turns: Sequence[Arrival], say: Callable[[str], None]
+) -> tuple[list[RequestSample], dict[PushMode, list[RequestSample]]]:
     """Requests one at a time, and then the series in each mode."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as session:
         alone = await engines.alone(session)
@@ -211,7 +215,9 @@ async def measure(
     return alone, loaded
 
 
-def cell(mode: PushMode, requests: str, samples: Sequence[Sample], simulated: Mapping[str, Any]) -> dict[str, Any]:
+def cell(
+    mode: PushMode, requests: str, samples: Sequence[RequestSample], simulated: Mapping[str, Any]
+) -> dict[str, Any]:
     """All times of a mode, real and simulated."""
     real = {"exposed_s": [each.exposed_s for each in samples], "ttft_s": [each.answer.ttft_s for each in samples]}
     return {"mode": mode.value, "requests": requests, "engines": real, "simulated": simulated}
@@ -255,7 +261,7 @@ def main(
                 )
                 group.wait_ready([*p, *d])
                 used, at = busy_s(), time.monotonic()
-                alone, loaded = asyncio.run(measure(Engines(p, d), turns, where.print))
+                alone, loaded = asyncio.run(measure(TwoPairs(p, d), turns, where.print))
                 busy = (busy_s() - used) / (time.monotonic() - at)
             found = {request.name: request for request in read_traces([trace]).requests}
             for each in (*alone, *(sample for samples in loaded.values() for sample in samples)):

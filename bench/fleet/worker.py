@@ -39,7 +39,7 @@ from layerpush.transport.peers import Rank as AgentRank
 from layerpush.transport.transfer import Transfer
 
 if TYPE_CHECKING:
-    from bench.fleet.engines import Engine
+    from bench.fleet.engines import FleetEngine
 
 HANDSHAKE_TIMEOUT_S, PROBE_TIMEOUT_S = 5.0, 2.0
 
@@ -63,7 +63,7 @@ class Alarm(Waker):
 class Records(TraceFile):
     """Hands the record of each push to the engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: FleetEngine) -> None:
         super().__init__(None, engine.engine_id, 0)
         self._engine = engine
 
@@ -84,7 +84,7 @@ class Worker:
     acknowledges, world_size, tp_rank = False, 1, 0
     transfer_stats = _Stats()
 
-    def __init__(self, engine: Engine, name: str, mode: PushMode, blocks: tuple[int, int]) -> None:
+    def __init__(self, engine: FleetEngine, name: str, mode: PushMode, blocks: tuple[int, int]) -> None:
         """``blocks`` of P's and of D's KV cache."""
         self.engine, self.engine_id, self.clock = engine, engine.engine_id, engine.fleet.clock
         model, (ours, self._theirs) = engine.fleet.model, blocks

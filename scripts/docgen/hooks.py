@@ -28,7 +28,7 @@ OTHER_PLATFORMS = {"amd", "xpu", "cpu"}
 class Layer:
     """A class of a module."""
 
-    source: Source
+    source: VllmSource
     path: Path
     node: ast.ClassDef
 
@@ -69,7 +69,7 @@ class Layer:
         return False
 
 
-class Source:
+class VllmSource:
     """vLLM's modules of models and layers below ``root``, vLLM's package. Parses only the necessary ones."""
 
     def __init__(self, root: Path) -> None:
@@ -193,7 +193,7 @@ def layers(_: Path) -> str:
     early = {name for names in WRITTEN.values() for name in names} | {*WRITTEN_BEFORE.values()}
     rows: list[Row] = [
         (", ".join(architectures), *(", ".join(f"`{name}`" for name in names) for names in kinds))
-        for architectures, *kinds in Source(Path(found.origin).parent).rows(early)
+        for architectures, *kinds in VllmSource(Path(found.origin).parent).rows(early)
     ]
     return table(("architectures", "by layer, where Python runs the layer", "by chunk"), rows)
 

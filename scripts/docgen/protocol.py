@@ -20,7 +20,7 @@ Move = Callable[[enum.Enum, type], bool]
 
 
 @dataclass(frozen=True)
-class Machine:
+class StateMachine:
     """A state machine as its module defines it: ``State``, ``Event`` and ``TRANSITIONS``."""
 
     module: ModuleType
@@ -83,7 +83,7 @@ class Machine:
         return [kind for kind in defined if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
 
 
-PREFILL, DECODE, CLAIM, TURN = Machine(prefill), Machine(decode), Machine(claim), Machine(turn)
+PREFILL, DECODE, CLAIM, TURN = StateMachine(prefill), StateMachine(decode), StateMachine(claim), StateMachine(turn)
 
 _UNHAPPY_EVENTS = (prefill.WriteLost, prefill.Failed, prefill.CancelledByD, prefill.Aborted, prefill.LeaseExpired)
 _UNHAPPY_STATES = (prefill.State.DRAINING, prefill.State.ABANDONED)

@@ -20,9 +20,9 @@ from bench.fleet import engines
 from bench.fleet.__main__ import app
 from bench.fleet.arrivals import SHARES, TRACES, arrivals, value
 from bench.fleet.clock import Clock
-from bench.fleet.fabric import BrokenRuleError, Fabric, Flow, Link
-from bench.fleet.fleet import Fleet, Plan, Request
-from bench.fleet.presets import MODELS, Model
+from bench.fleet.fabric import BrokenRuleError, Fabric, FabricLink, Flow
+from bench.fleet.fleet import Fleet, FleetRequest, Plan
+from bench.fleet.presets import MODELS, RankModel
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.push_mode import PushMode
 from layerpush.decode import load_protocol, loads
@@ -35,7 +35,7 @@ from layerpush.transport import connections, link_speed
 from layerpush.transport.idle_connections import IdleConnections
 from layerpush.transport.peers import Address
 
-SMALL = Model("a small model with much KV", 8, 16384, 40e-6, 1.3e-9, 20e-3, 150_000)
+SMALL = RankModel("a small model with much KV", 8, 16384, 40e-6, 1.3e-9, 20e-3, 150_000)
 QUIET = Plan(model="small", prefill=2, decode=2, seconds=8.0, warm_up=0.0, load=0.6)
 STORMY = replace(QUIET, prefill=4, seconds=10.0, load=0.8, deaths=6, down_s=0.5, oversubscription=4.0, seed=2)
 Patch = pytest.MonkeyPatch
@@ -192,7 +192,7 @@ def a_load_reports_its_end_twice(patch: Patch) -> None:
 
 
 def answered_requests_of_a_dead_engine_are_tried_again(patch: Patch) -> None:
-    def mutated(self: engines.DecodeEngine) -> list[Request]:
+    def mutated(self: engines.DecodeEngine) -> list[FleetRequest]:
         return [loading.request for loading in (*self._waiting, *self._loads.values())]
 
     patch.setattr(engines.DecodeEngine, "lost", property(mutated))
@@ -232,7 +232,7 @@ def test_a_broken_guard_breaks_a_rule(
 
 def test_flows_share_links_by_max_min_fairness() -> None:
     """Three flows over two links: the narrow link's flows get half of it each, and the third one the rest."""
-    fabric, wide, narrow = Fabric(Clock(), 0.0, 1), Link(10.0), Link(4.0)
+    fabric, wide, narrow = Fabric(Clock(), 0.0, 1), FabricLink(10.0), FabricLink(4.0)
     flows = {"wide": (wide,), "both": (wide, narrow), "narrow": (narrow,)}
     nothing: Any = SimpleNamespace()
     made, none = dict[str, Flow](), np.zeros(0, np.int32)
@@ -250,7 +250,7 @@ def routed(router: str, patch: Patch) -> list[tuple[int, str, str]]:
     """The conversation, P and D of each request, in the order in which they come."""
     found, submit = [], engines.DecodeEngine.submit
 
-    def spied(self: engines.DecodeEngine, request: Request, prefill: Address) -> None:
+    def spied(self: engines.DecodeEngine, request: FleetRequest, prefill: Address) -> None:
         found.append((request.conversation, prefill.engine_id, self.engine_id))
         submit(self, request, prefill)
 

@@ -8,16 +8,16 @@ import pytest
 
 from bench.fleet.arrivals import Arrival
 from bench.fleet.fleet import Fleet
-from bench.fleet.validation import ALONE, ANSWER_TOKENS, MODES, Sample, Speeds, speeds
+from bench.fleet.validation import ALONE, ANSWER_TOKENS, MODES, EngineSpeeds, RequestSample, speeds
 from bench.servers.load import GreedyAnswer
 from layerpush.core.push_mode import PushMode
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord
 
-KNOWN = Speeds(token_s=500e-6, step_gap_s=5e-3, link=45e6, write_s=2e-3, decode_s=10e-3, other_s=40e-3)
+KNOWN = EngineSpeeds(token_s=500e-6, step_gap_s=5e-3, link=45e6, write_s=2e-3, decode_s=10e-3, other_s=40e-3)
 
 
-def alone(mode: PushMode, patch: pytest.MonkeyPatch) -> list[Sample]:
+def alone(mode: PushMode, patch: pytest.MonkeyPatch) -> list[RequestSample]:
     """One request at a time, of each length."""
     pushes: list[PushRecord] = []
     patch.setattr(TraceFile, "enabled", True)  # records have their WRITEs
@@ -27,7 +27,7 @@ def alone(mode: PushMode, patch: pytest.MonkeyPatch) -> list[Sample]:
         simulated = KNOWN.simulate(mode, [Arrival(0.0, 1, tokens, ANSWER_TOKENS, 0)], 0.0)
         answer = GreedyAnswer("r", (), 0.0, simulated["ttft_s"][0])
         ended_at = answer.first_token_at + (ANSWER_TOKENS - 1) * KNOWN.decode_s
-        found.append(Sample(0.0, mode, tokens, answer, ended_at, pushes.pop()))
+        found.append(RequestSample(0.0, mode, tokens, answer, ended_at, pushes.pop()))
     patch.undo()
     return found
 

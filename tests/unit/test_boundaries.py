@@ -1,8 +1,9 @@
-"""Imports that import-linter cannot forbid: to it, all of vLLM is one module."""
+"""Imports that import-linter cannot forbid, as to it all of vLLM is one module; and names of classes."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -65,6 +66,19 @@ def test_a_message_shares_its_name_with_no_event_or_action(protocol: ModuleType)
     messages = {message.__name__ for message in get_args(wire.Message)}
     roots = (protocol.Event, protocol.Action)
     assert not messages & {kind.__name__ for root in roots for kind in root.__subclasses__()}
+
+
+def test_class_names_are_unique() -> None:
+    """But for the protocols: each has its own ``State``, ``Event`` and ``Action``, and events of one name."""
+    places = defaultdict(list)
+    for folder in ("layerpush", "kernels", "bench", "scripts"):
+        for file in sorted((PACKAGE.parent / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(str(file))
+    assert {"PushSession", "FleetEngine"} <= places.keys()
+    shared = {name: files for name, files in places.items() if len(files) > 1}
+    assert not {name for name, files in shared.items() if not all(file.endswith("_protocol.py") for file in files)}
 
 
 def test_no_module_imports_a_top_level_kernels() -> None:

@@ -92,7 +92,7 @@ def test_missing_and_double_markers_are_refused(page: str) -> None:
     ids=["P", "D"],
 )
 def test_the_diagrams_show_every_transition_of_the_table_once(
-    machine: protocol.Machine, diagrams: tuple[str, ...]
+    machine: protocol.StateMachine, diagrams: tuple[str, ...]
 ) -> None:
     drawn = [move for diagram in diagrams for move in moves(diagram)]
     table = {
@@ -110,7 +110,7 @@ def moves(diagram: str) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("machine", [protocol.PREFILL, protocol.DECODE], ids=["P", "D"])
-def test_the_state_table_has_every_accepted_event(machine: protocol.Machine) -> None:
+def test_the_state_table_has_every_accepted_event(machine: protocol.StateMachine) -> None:
     for line in machine.states().splitlines()[2:]:
         state = re.match(r"\| `(\w+)`", line)
         assert state is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.docgen.hooks import Source
+from scripts.docgen.hooks import VllmSource
 from tests.quotes import package
 
 BASE = "model_executor/layers/attention"
@@ -43,7 +43,7 @@ def rows(
         file = root / "vllm" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    return Source(root / "vllm").rows(early)
+    return VllmSource(root / "vllm").rows(early)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,6 @@ def test_imported_layers_are_listed_for_the_model_that_creates_them(tmp_path: Pa
 
 
 def test_unhooked_layers_of_the_installed_vllm_are_found() -> None:
-    names = {layer.node.name for layer in Source(package("vllm")).unhooked()}
+    names = {layer.node.name for layer in VllmSource(package("vllm")).unhooked()}
     assert names >= {"DeepseekV32Attention", "DeepseekV32IndexerCache", "DeepseekV4Attention", "InklingAttention"}
     assert not names & {"Attention", "MLAAttention", "ChunkedLocalAttention", "MambaMixer2", "CacheOnlyAttentionLayer"}

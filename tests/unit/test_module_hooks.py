@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from layerpush.compat.module_hooks import MLA, WRITTEN, WRITTEN_BEFORE, drafted, watch
-from scripts.docgen.hooks import Source
+from scripts.docgen.hooks import VllmSource
 from tests.quotes import package
 
 LAYERS = 2
@@ -154,7 +154,7 @@ def test_neither_a_trace_nor_a_capture_saves_a_layer(
 
 
 def test_vllm_has_each_class_and_calls_no_hook_for_its_layer() -> None:
-    unhooked = {layer.name: layer for layer in Source(package("vllm")).unhooked()}
+    unhooked = {layer.name: layer for layer in VllmSource(package("vllm")).unhooked()}
     written = {name for names in WRITTEN.values() for name in names}
     assert written | {*WRITTEN_BEFORE.values()} <= set(unhooked)
     assert set(WRITTEN) - set(unhooked) == {MLA}
