@@ -67,7 +67,7 @@ class LateEngine(Engine):
     def is_idle(self) -> bool:
         return not self._batches and not self.scheduler.has_requests()
 
-    def step(self, *_: Any, **__: Any) -> SchedulerOutput | None:  # type: ignore[override]
+    def step(self, *_: Any, **__: Any) -> SchedulerOutput | None:
         output = None
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()

@@ -803,7 +803,7 @@ def test_kept_turns_give_way_to_requests(decode: Build) -> None:
         released.extend(over)
         return output
 
-    d.step = step  # type: ignore[method-assign]
+    d.step = step
     for number in range(6):
         d.answer(f"r{number}")
     step()

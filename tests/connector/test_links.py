@@ -44,7 +44,7 @@ def test_a_mismatch_of_two_engines_has_a_reason(
     worker = SimpleNamespace(
         transfer_topo=topology, block_size=16, _physical_blocks_per_logical_kv_block=2, kv_cache_config=cache
     )
-    found = mismatch(worker, "other")  # type: ignore[arg-type]
+    found = mismatch(worker, "other")
     assert (found is None) == (reason is None)
     assert reason is None or reason in str(found)
 

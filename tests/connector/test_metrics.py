@@ -116,7 +116,7 @@ def with_two_ranks(engine: Engine) -> None:
         assert joined.kv_connector_output is not None
         update(output, ready, joined.kv_connector_output)
 
-    engine._update = update_from_both  # type: ignore[method-assign]
+    engine._update = update_from_both
 
 
 def test_two_ranks_of_an_engine_share_a_push(engine: Build, front_end: FrontEnd) -> None:

@@ -85,7 +85,7 @@ class Place:
         self.caches = {name: torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8) for name in ("0", "1")}
         monkeypatch.setattr(gathering, "layer_bytes", lambda _: BLOCKS * BLOCK_BYTES)
         monkeypatch.setattr(gathering, "slot_views", lambda _, caches: list(caches.values()))
-        self.staging = WorkerGathering(self.worker, LayerPushConfig(**config))  # type: ignore[arg-type]
+        self.staging = WorkerGathering(self.worker, LayerPushConfig(**config))
 
     def start(self) -> WorkerGathering:
         self.staging.allocate(torch.device("cpu"))

@@ -61,13 +61,13 @@ def test_both_sides_record_a_push_and_its_load(traced: tuple[Engine, Engine, Cal
     for at in (push.t_registered, push.t_last_ready):  # the writer may register the push after its last layer
         marks = [load.t_awaited, load.t_registered, at, push.t_last_landed, load.t_settled, load.t_reported]
         assert None not in marks
-        assert marks == sorted(marks)  # type: ignore[type-var]
-    assert load.t_registered <= load.t_accepted <= load.t_reported  # type: ignore[operator]
+        assert marks == sorted(marks)
+    assert load.t_registered <= load.t_accepted <= load.t_reported
     assert len({source.clock for source in traces.sources}) == 1
     found = break_down(request)
     assert None not in found.parts.values()
-    assert load.t_settled < token.t_all_reported < token.t_scheduled < token.t_first_token  # type: ignore[operator]
-    assert found.hand_over == pytest.approx(token.t_first_token - push.t_last_ready)  # type: ignore[operator]
+    assert load.t_settled < token.t_all_reported < token.t_scheduled < token.t_first_token
+    assert found.hand_over == pytest.approx(token.t_first_token - push.t_last_ready)
     events = json.loads(b"".join(chrome_trace(traces)))["traceEvents"]
     check(events)
     assert {event["name"] for event in events if event["ph"] == "s"} == {"registration", "completion"}
@@ -85,8 +85,8 @@ def test_a_whole_push(traced: tuple[Engine, Engine, Callable[[], TraceSet]]) -> 
     (request,) = read().requests
     (push,), (load,) = request.pushes, request.loads
     assert (push.mode, load.outcome) == ("request", "completed")
-    assert push.t_last_ready < push.t_registered < push.writes[0].t_post  # type: ignore[operator]
-    assert push.writes[0].t_post < load.t_settled  # type: ignore[operator]
+    assert push.t_last_ready < push.t_registered < push.writes[0].t_post
+    assert push.writes[0].t_post < load.t_settled
     assert break_down(request).parts["prefill"] == 0.0, "prefill was over before D registered"
 
 
@@ -132,8 +132,8 @@ def test_requests_choose_their_mode(engine: Build, tmp_path: Path, configured: d
     assert len(by_layer.writes) > STEPS
     assert len(auto.writes) <= STEPS * LAYERS
     for push in (by_chunk, by_layer, auto):
-        assert push.writes[0].t_post < push.t_last_ready  # type: ignore[operator]
-    assert whole.writes[0].t_post > whole.t_last_ready  # type: ignore[operator]
+        assert push.writes[0].t_post < push.t_last_ready
+    assert whole.writes[0].t_post > whole.t_last_ready
 
 
 @pytest.mark.parametrize("configured", [{}, {"layerwise": False}], ids=str)

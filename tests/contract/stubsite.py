@@ -34,5 +34,5 @@ class StubSite:
 
 
 if __name__ == "__main__":
-    command.Site = StubSite  # type: ignore[assignment, misc]
+    command.Site = StubSite
     app()

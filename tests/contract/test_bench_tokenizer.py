@@ -14,7 +14,7 @@ VOCABULARY = 2048
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+def tokenizer(tmp_path_factory: pytest.TempPathFactory):
     from vllm.tokenizers import get_tokenizer
 
     folder: Path = tmp_path_factory.mktemp("words")
@@ -22,7 +22,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-unty
 
 
 @pytest.mark.slow
-def test_text_and_tokens_convert_without_loss(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_text_and_tokens_convert_without_loss(tokenizer) -> None:
     tokens = random.Random(0).choices(range(VOCABULARY), k=5000)
     text = tokenizer.decode(tokens)
     assert tokenizer.encode(text) == tokens
@@ -33,6 +33,6 @@ def test_text_and_tokens_convert_without_loss(tokenizer) -> None:  # type: ignor
 
 
 @pytest.mark.slow
-def test_no_text_exceeds_vllms_character_limit_for_its_tokens(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_no_text_exceeds_vllms_character_limit_for_its_tokens(tokenizer) -> None:
     """vLLM limits the characters of a text to its token limit times the longest token."""
     assert len(tokenizer.decode([VOCABULARY - 1] * 1000)) <= 1000 * tokenizer.max_chars_per_token

@@ -249,7 +249,7 @@ def damage(host: HostedEngine, what: str, verified: float) -> None:
     """From now on pushes of `Corrupting` have this damage, and this share of them has checksums."""
     from tests.e2e.corrupting import Corrupting
 
-    Corrupting.damage = what  # type: ignore[assignment]
+    Corrupting.damage = what
     verify(host, verified)
 
 

@@ -62,7 +62,7 @@ def bad_requests(p: EngineHost, d: EngineHost) -> Iterator[tuple[EngineHost, str
     yield p, "the request's id is ", Handoff(BAD_ID, SHORT, p, d).to_p()
     yield d, "the request's id is ", replace(Handoff(new_id(), SHORT, p, d).to_d(), request_id=BAD_ID)
     for host in (p, d):
-        yield host, "must be an object", Request(new_id(), SHORT, ["not an object"])  # type: ignore[arg-type]
+        yield host, "must be an object", Request(new_id(), SHORT, ["not an object"])
 
 
 def check_serving(p: EngineHost, d: EngineHost, reference: Reference) -> None:

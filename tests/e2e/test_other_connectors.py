@@ -118,7 +118,7 @@ def test_whole_pushes_and_late_registrations_begin_with_the_right_bytes(
     p, d = pair(fleet, engines.P_BEHIND_STORE)
     known = stored(p, "sync", seed=84)
     p.call(memorystore.lose, LOST)
-    handoff = send(p, d, known + prompt(70, seed=85), order, mode=mode)  # type: ignore[arg-type]
+    handoff = send(p, d, known + prompt(70, seed=85), order, mode=mode)
     check(handoff.outcome(), reference)
     assert p.call(memorystore.counts)[1] == 1
 

@@ -44,7 +44,7 @@ class BaseConnectorBackend(abc.ABC):
 
     @property
     def kv_transfer_config(self) -> dict[str, Any]:
-        return self.llm_config.engine_kwargs["kv_transfer_config"]  # type: ignore[no-any-return]
+        return self.llm_config.engine_kwargs["kv_transfer_config"]
 
     def replica_metadata(self) -> dict[str, Any]:
         return {}
@@ -94,7 +94,7 @@ class KVConnectorBackendFactory:
     @classmethod
     def get_backend_class(cls, name: str) -> type[BaseConnectorBackend]:
         module, _, attribute = cls.registry[name].rpartition(":")
-        return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+        return getattr(importlib.import_module(module), attribute)
 
 
 @contextmanager

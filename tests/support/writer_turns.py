@@ -16,7 +16,7 @@ class WriterTurns:
         self._worker, self._begun = worker, 0
         thread = worker._writer_thread
         assert thread is not None
-        thread.turn = partial(self._counted, thread.turn)  # type: ignore[method-assign]
+        thread.turn = partial(self._counted, thread.turn)
 
     def let_pass(self) -> None:
         """If the writer has work: wait until it has done all that it can, and until no WRITE reads from the memory."""

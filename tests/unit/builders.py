@@ -113,4 +113,4 @@ def layout_of(groups: Sequence[int], blocks: int = 64, block_bytes: int = 32, ke
 
 def wait_at_random(writer: Pushes, draw: random.Random) -> None:
     """Ready layers wait or leave by chance: any decision of a schedule must be safe."""
-    writer._schedule.waits = lambda _: draw.random() < 0.5  # type: ignore[method-assign]
+    writer._schedule.waits = lambda _: draw.random() < 0.5

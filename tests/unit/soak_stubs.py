@@ -9,6 +9,7 @@ from typing import Any
 from tests.e2e.enginehost import Request
 from tests.e2e.results import Finished
 from tests.faults.soak.engine import Answer
+from tests.faults.soak.engine_slots import EngineSlot, EngineSlots
 from tests.faults.soak.inhost import Record, collect
 from tests.faults.soak.plan import PlannedRequest, RequestPlan
 from tests.faults.soak.reference import Reference
@@ -85,39 +86,12 @@ class FakeEngine:
         self.signals.append("shut down")
 
 
-@dataclasses.dataclass
-class FakeSlot:
-    engine: FakeEngine
-    incarnation: int = 1
-    leaving: bool = False
-    usual_threads: int | None = None
+class FakeSlots(EngineSlots):
+    """The soak's slots, with engines that only keep their calls."""
 
-    @property
-    def name(self) -> str:
-        return self.engine.spec.name
-
-    @property
-    def usable(self) -> bool:
-        return self.engine.ready and not self.leaving
-
-    @property
-    def calm(self) -> bool:
-        return self.usable and not self.engine.paused
-
-
-class FakeSlots:
     def __init__(self, *names: str) -> None:
-        self.slots = {name: FakeSlot(FakeEngine(name)) for name in names}
+        self.slots = {name: EngineSlot(FakeEngine(name)) for name in names}
         self.replaced: list[tuple[str, bool]] = []
-
-    def __getitem__(self, name: str) -> FakeSlot:
-        return self.slots[name]
-
-    def of(self, side: str) -> list[FakeSlot]:
-        return [slot for slot in self.slots.values() if slot.engine.spec.role == side]
-
-    def usable(self, side: str) -> list[str]:
-        return [slot.name for slot in self.of(side) if slot.usable]
 
     def replace(self, name: str, *, same_id: bool) -> None:
         self.replaced.append((name, same_id))
@@ -131,14 +105,8 @@ class SoakRig:
         self.schedule = Schedule()
         self.struck: list[str] = []
         self.done: list[SoakRequest] = []
-        self.reference = Reference(self.slots, "R")  # type: ignore[arg-type]
-        self.traffic = Traffic(
-            self.slots,  # type: ignore[arg-type]
-            self.reference,
-            self.schedule,
-            self.struck.append,
-            self.done.append,
-        )
+        self.reference = Reference(self.slots, "R")
+        self.traffic = Traffic(self.slots, self.reference, self.schedule, self.struck.append, self.done.append)
         self.p, self.d, self.r = (self.slots[name].engine for name in ("P1", "D1", "R"))
 
     def send(self, **changes: Any) -> PlannedRequest:
@@ -159,4 +127,4 @@ class SoakRig:
         if name == "R":
             self.reference.take(finished)
         else:
-            self.traffic.take(self.slots[name], finished)  # type: ignore[arg-type]
+            self.traffic.take(self.slots[name], finished)

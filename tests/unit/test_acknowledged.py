@@ -79,7 +79,7 @@ def test_the_writes_of_one_turn_are_acknowledged_together() -> None:
         sides.pair.fabric.carry(sides.pair.d)
     sides.d.notifications()
     [(_, answer)] = sides.pair.p.notifications()
-    assert sorted(read(answer).numbers) == [0, 1, 2, 3, 4]  # type: ignore[union-attr]
+    assert sorted(read(answer).numbers) == [0, 1, 2, 3, 4]
 
 
 def test_other_notifications_pass_in_their_order() -> None:

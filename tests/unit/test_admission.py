@@ -82,9 +82,9 @@ class Processor:
 @pytest.fixture
 def front_end() -> Iterator[type[Processor]]:
     plain = Processor.process_inputs
-    Processor.process_inputs = checking(plain)  # type: ignore[method-assign]
+    Processor.process_inputs = checking(plain)
     yield Processor
-    Processor.process_inputs = plain  # type: ignore[method-assign]
+    Processor.process_inputs = plain
 
 
 def sampling(params: object) -> Any:

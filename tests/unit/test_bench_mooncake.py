@@ -49,7 +49,7 @@ class Legs:
 def sent(legs: Legs) -> Whole:
     async def send() -> Any:
         body = RequestBody(COMPLETIONS, b'{"prompt": "x", "max_tokens": 4}')
-        attempt = MooncakeAttempt(legs, {}, body, {}, P, D, TO_PREFILL)  # type: ignore[arg-type]
+        attempt = MooncakeAttempt(legs, {}, body, {}, P, D, TO_PREFILL)
         try:
             async with asyncio.timeout(60):
                 return (await attempt.send()).content

@@ -14,7 +14,7 @@ WARM_UPS = len(MODES)
 
 def run(client: StubClient, this: SweepPlan | None = None) -> tuple[Run, StubSite]:
     site = StubSite()
-    return Run(this or plan(), site, client, lambda line: None), site  # type: ignore[arg-type]
+    return Run(this or plan(), site, client, lambda line: None), site
 
 
 def test_all_calls_are_made_in_order_after_the_warm_ups() -> None:

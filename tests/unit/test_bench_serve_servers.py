@@ -31,7 +31,7 @@ def lineup(
 ) -> Lineup:
     this = plan(lengths=[tokens], answer_tokens=16, loads=[load or Pace()])
     places = (place,) if place else ()
-    return Lineup(model, this, EngineOptions(**options), 256, Path("/work/trace"), *places)  # type: ignore[arg-type]
+    return Lineup(model, this, EngineOptions(**options), 256, Path("/work/trace"), *places)
 
 
 def test_layerpush_modes_share_one_d_and_stock_modes_have_their_own() -> None:

@@ -114,7 +114,7 @@ def resting_core(core: Core) -> Core:
     """The same engine, made to rest."""
     rests = type("Rests", (Core,), {"_process_engine_step": Core._process_engine_step})
     module = types.ModuleType("core")
-    module.EngineCoreProc = rests  # type: ignore[attr-defined]
+    module.EngineCoreProc = rests
     calm.rest_after_empty_steps(module)
     core.__class__ = rests
     return core

@@ -164,7 +164,7 @@ class World(FakePeers):
         self.taken: dict[str, Registration] = {}
         """Registrations that had come before their request began."""
         self.claims = Claims(
-            self.writer,  # type: ignore[arg-type]
+            self.writer,
             self.connections,
             self.probe,
             self.peer_errors,

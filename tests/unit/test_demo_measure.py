@@ -120,7 +120,7 @@ def test_p_and_d_share_the_prompts_that_are_computed_without_a_transfer(
     """Each engine computes at least one, so its KV cache has been touched."""
     playing, done = Playing(monkeypatch), []
     prompts = [[10 + index] for index in range(count)]
-    run = measure.expected_tokens(None, ("P", "D"), prompts, 3, lambda: done.append(1))  # type: ignore[arg-type]
+    run = measure.expected_tokens(None, ("P", "D"), prompts, 3, lambda: done.append(1))
     assert asyncio.run(run) == [(10 + index,) for index in range(count)]
     assert {name: [prompt for engine, prompt in playing.alone if engine == name] for name in "PD"} == shares
     assert len(done) == max(2, count)
@@ -128,7 +128,7 @@ def test_p_and_d_share_the_prompts_that_are_computed_without_a_transfer(
 
 def test_modes_take_turns_and_each_prompt_starts_with_another_mode(monkeypatch: pytest.MonkeyPatch):
     playing = Playing(monkeypatch)
-    run = measure.take_turns(None, "P", "D", ["a", "b", "c"], [[1], [2]], 3, lambda: None)  # type: ignore[arg-type]
+    run = measure.take_turns(None, "P", "D", ["a", "b", "c"], [[1], [2]], 3, lambda: None)
     answers = asyncio.run(run)
     assert playing.pushed == [(1, "a"), (1, "b"), (1, "c"), (2, "b"), (2, "c"), (2, "a")]
     assert {mode: [one.tokens for one in of] for mode, of in answers.items()} == {mode: [(1,), (2,)] for mode in "abc"}

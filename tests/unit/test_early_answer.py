@@ -64,7 +64,7 @@ def sent(marks: dict[str, Any], **fields: Any) -> tuple[Any, dict[str, Any]]:
     transfer = {"do_remote_decode": True, MARK: True}
     usual = {"n": 1, "max_tokens": 1, "logprobs": None, "prompt_logprobs": None}
     params = SimpleNamespace(extra_args={"kv_transfer_params": transfer, **marks}, **usual | fields)
-    generate: Any = answering_early(FrontEnd.generate)  # type: ignore[arg-type]
+    generate: Any = answering_early(FrontEnd.generate)
     return generate(FrontEnd(), {"prompt_token_ids": [1]}, params, "r"), transfer
 
 

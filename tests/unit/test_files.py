@@ -58,7 +58,7 @@ def transfer_config(name: str) -> dict[str, Any]:
 
 
 def size(text: str) -> int:
-    number, unit = re.fullmatch(r"(\d+)([MG])i", text).groups()  # type: ignore[union-attr]
+    number, unit = re.fullmatch(r"(\d+)([MG])i", text).groups()
     return int(number) << {"M": 20, "G": 30}[unit]
 
 

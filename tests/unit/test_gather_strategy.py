@@ -44,7 +44,7 @@ class Chooser:
         gatherer = SimpleNamespace(
             block_bytes=BLOCK_BYTES, layout=layout, gather=lambda *_: self._gather() if room else None
         )
-        self.strategy = GatherStrategy(gatherer, packing, copies)  # type: ignore[arg-type]
+        self.strategy = GatherStrategy(gatherer, packing, copies)
 
     def _gather(self) -> Any:
         self.staged.append(SimpleNamespace())

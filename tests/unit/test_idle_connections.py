@@ -33,7 +33,7 @@ class World:
         self.sent: Counter[str] = Counter()
         self.now = 1000.0
         self.network.end_pushes = lambda engine_id, _: engine_id not in self.busy_with_writes
-        transport: Transport = self.mail  # type: ignore[assignment]
+        transport: Transport = self.mail
         self.connections = Connections(self.network, transport, None, FakeSearch(), lambda: self.now)
         waits = itertools.cycle(delays)
         self.idle = IdleConnections("us", self.connections, self.probe, lambda: self.in_use, lambda: next(waits))
@@ -179,6 +179,6 @@ def test_a_thousand_idle_engines_cost_nothing_between_two_looks() -> None:
     for number in range(1000):
         world.connect(f"peer-{number}", f"a-{number}")
     looks: list[float] = []
-    world.network.engines = lambda: looks.append(world.now) or []  # type: ignore[method-assign,func-returns-value,return-value]
+    world.network.engines = lambda: looks.append(world.now) or []
     world.run(10.0, pause=0.001)
     assert len(looks) == pytest.approx(10 / CHECK_EVERY_S, abs=1)

@@ -116,7 +116,7 @@ def test_a_flood_is_handed_over_in_several_turns() -> None:
 def test_an_agent_with_an_endless_name_is_not_heard() -> None:
     """NIXL does not check names, and several tables keep them."""
     calls = Calls(OTHERS[0])
-    calls.notifications = lambda: [("P" * (MAX_ID_CHARS + 1), OTHERS[0])]  # type: ignore[method-assign]
+    calls.notifications = lambda: [("P" * (MAX_ID_CHARS + 1), OTHERS[0])]
     calls.inbox.deliver()
     assert calls.made == []
     assert calls.inbox._peer_errors.counts == {"bad notification": 1}

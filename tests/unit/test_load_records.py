@@ -126,7 +126,7 @@ def test_a_parked_load_has_a_second_record_when_its_blocks_are_free() -> None:
 def test_a_second_request_with_the_same_id_has_its_own_record() -> None:
     world = RecordedWorld()
     world.awaits()
-    world.loads.register(registration(), world.connections.address("P"), {}, world.now)  # type: ignore[arg-type]
+    world.loads.register(registration(), world.connections.address("P"), {}, world.now)
     world.tick(1.0)
     assert world.record.outcome == "failed"
     world.receives(Completion("r", 1))

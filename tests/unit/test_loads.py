@@ -201,8 +201,8 @@ class World(FakePeers):
         self.recorder = Recorder()
         watch = self.watch if scripted else liveness.PeerWatch(PATIENCE_S)
         engine: Any = self.engine
-        peers = PrefillPeers(engine, self.connections, watch, self.probe, self.recorder)  # type: ignore[arg-type]
-        peers.decline = self.engine.decline  # type: ignore[method-assign]
+        peers = PrefillPeers(engine, self.connections, watch, self.probe, self.recorder)
+        peers.decline = self.engine.decline
         outcomes = Outcomes(engine, 0, self.engine.report, engine, self.recorder)
         self.loads = Loads(engine, PATIENCE_S, peers, outcomes, self.peer_errors)
 
@@ -964,12 +964,12 @@ def test_a_request_with_a_different_number_of_ranks_is_not_awaited() -> None:
     world.awaits()
     world.tick()
     assert world.reports == ["failed"]
-    assert {read(payload).request_id for _, payload in world.mail.sent} == {"s"}  # type: ignore[union-attr]
+    assert {read(payload).request_id for _, payload in world.mail.sent} == {"s"}
 
 
 def test_pushes_to_an_engine_fail_before_its_connection_is_dropped() -> None:
     world, ended = World(), list[tuple[str, list[str]]]()
-    world.network.end_pushes = lambda engine_id, _: ended.append((engine_id, list(world.network.connected))) or True  # type: ignore[func-returns-value]
+    world.network.end_pushes = lambda engine_id, _: ended.append((engine_id, list(world.network.connected))) or True
     world.awaiting("p-0")
     world.orders(liveness.Reconnect("P"))
     assert world.watch.reconnections == [("p-0",)]

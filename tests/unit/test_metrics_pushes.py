@@ -188,7 +188,7 @@ def test_a_push_is_counted_once_and_before_its_release(faults: Faults) -> None:
         seen.append((measured(metered.recorder).counted(PUSHES), metered.world.writer.active))
         report_sent(request_id)
 
-    metered.world.rank.report_sent = released  # type: ignore[method-assign]
+    metered.world.rank.report_sent = released
     assert pushes(metered.run()) == {}
     assert seen == [(1, 0)]
     assert metered.world.totals.outcomes.total() == 1

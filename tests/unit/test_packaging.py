@@ -54,7 +54,7 @@ class Built:
     @property
     def metadata(self) -> metadata.PathDistribution:
         (folder,) = (part for part in zipfile.Path(self.wheel).iterdir() if part.name.endswith(".dist-info"))
-        return metadata.PathDistribution(folder)  # type: ignore[arg-type]
+        return metadata.PathDistribution(folder)
 
 
 def build(kind: str, tree: Path) -> Path:

@@ -80,7 +80,7 @@ def test_an_audit_names_the_orphaned_requests() -> None:
     rig.send(number=2)
     dead, alive = rig.traffic.sent.ids()
     rig.p.answers = Audit(3, (), (), 0, (), 9)
-    auditor = Auditor([rig.slots["P1"]], rig.traffic.sent)  # type: ignore[list-item]
+    auditor = Auditor([rig.slots["P1"]], rig.traffic.sent)
     assert not auditor.over(0.0)
     assert rig.p.called[-1] == (audit, ([alive], [dead], ALLOWED))
     rig.p.answers = dataclasses.replace(rig.p.answers, missing_blocks=0)

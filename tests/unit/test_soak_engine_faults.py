@@ -28,7 +28,7 @@ class Rig:
         self.bursts: list[int] = []
         self.stuck: list[str] = []
         self.engine_faults = EngineFaults(
-            self.slots,  # type: ignore[arg-type]
+            self.slots,
             self.schedule,
             self.struck.append,
             self.skipped.append,
@@ -66,7 +66,7 @@ def test_a_killed_engine_comes_back(name: str, same_id: bool):
     [(killed, signals)] = rig.signals().items()
     assert signals == ["kill"]
     assert rig.slots[killed].leaving
-    rig.engine_faults.ended(rig.slots[killed])  # type: ignore[arg-type]
+    rig.engine_faults.ended(rig.slots[killed])
     assert rig.engine_faults.outstanding == 1
     rig.schedule.run_due(LATER)
     assert rig.slots.replaced == [(killed, same_id)]
@@ -154,7 +154,7 @@ def test_garbage_is_distinguished_from_messages():
 def test_counts_add_up_over_the_processes_of_an_engine():
     slots = FakeSlots("P1", "D1", "R")
     totals: Counter[str] = Counter()
-    counting, answers = Counting(slots, totals), {"P1": {"err-handle": 2}, "D1": {}}  # type: ignore[arg-type]
+    counting, answers = Counting(slots, totals), {"P1": {"err-handle": 2}, "D1": {}}
 
     def ask() -> None:
         counting.advance(LATER)

@@ -9,12 +9,13 @@ import pytest
 
 from tests.e2e.results import Finished
 from tests.faults.soak.engine import Ended
+from tests.faults.soak.engine_slots import EngineSlot
 from tests.faults.soak.kinds import BY_NAME
 from tests.faults.soak.plan import PlannedFault
 from tests.faults.soak.settings import Settings
 from tests.faults.soak.soak import HANG_S, SILENCE_S, NotStartedError, ReferenceLostError, Soak
 from tests.faults.soak.tally import Tally
-from tests.unit.soak_stubs import LATER, FakeSlot, FakeSlots
+from tests.unit.soak_stubs import LATER, FakeSlots
 
 
 class EventfulSlots(FakeSlots):
@@ -22,16 +23,9 @@ class EventfulSlots(FakeSlots):
 
     def __init__(self) -> None:
         super().__init__("P1", "D1", "R")
-        self.happening: list[tuple[FakeSlot, Any]] = []
+        self.happening: list[tuple[EngineSlot, Any]] = []
 
-    def __iter__(self):
-        return iter(self.slots.values())
-
-    @property
-    def all_calm(self) -> bool:
-        return all(slot.calm for slot in self)
-
-    def wait(self, timeout: float) -> list[tuple[FakeSlot, Any]]:
+    def wait(self, timeout: float) -> list[tuple[EngineSlot, Any]]:
         happened, self.happening = self.happening, []
         return happened
 
@@ -42,7 +36,7 @@ class EventfulSlots(FakeSlots):
 class Rig:
     def __init__(self) -> None:
         self.slots, self.tally = EventfulSlots(), Tally()
-        self.soak = Soak(Settings(1.0, 0, ()), self.slots, self.tally, lambda phase: None)  # type: ignore[arg-type]
+        self.soak = Soak(Settings(1.0, 0, ()), self.slots, self.tally, lambda phase: None)
         self.tally.begin_turn("plain", reads_kv=True)
         self.tally.begin_round()
 
@@ -68,7 +62,7 @@ def test_an_unexpected_engine_death_is_a_problem_and_is_replaced():
 
 def test_an_intended_engine_death_is_no_problem():
     rig = Rig()
-    rig.soak._engine_faults.leave(rig.slots["P1"])  # type: ignore[arg-type]
+    rig.soak._engine_faults.leave(rig.slots["P1"])
     rig.turn(("P1", Ended(None)))
     assert rig.ills() == []
 

@@ -184,14 +184,14 @@ def test_an_idle_engine_holds_nothing():
     ],
 )
 def test_every_held_resource_is_a_finding(change: dict[str, object], words: str):
-    [finding] = held(dataclasses.replace(IDLE, **change), usual_threads=9)  # type: ignore[arg-type]
+    [finding] = held(dataclasses.replace(IDLE, **change), usual_threads=9)
     assert re.search(words, finding)
 
 
 def test_the_schedule_runs_in_order_of_time():
     schedule, done = Schedule(), []
     for at in (3.0, 1.0, 2.0, 1.0):
-        schedule.put(at, lambda at=at: done.append(at))  # type: ignore[misc]
+        schedule.put(at, lambda at=at: done.append(at))
     schedule.run_due(2.5)
     assert done == [1.0, 1.0, 2.0]
     assert len(schedule) == 1

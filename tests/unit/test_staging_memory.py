@@ -135,7 +135,7 @@ def test_copies_on_a_gpu_have_priority_over_the_models_kernels(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, **options: streams.append((device, options)))
     monkeypatch.setattr(tensor_memory, "layer_table", lambda caches: caches)
     monkeypatch.setattr(tensor_memory, "BlockIdBuffer", lambda *_: None)
-    TensorStaging(LAYOUT, slots, staging_memory(RING, torch.device("cpu")))  # type: ignore[arg-type]
+    TensorStaging(LAYOUT, slots, staging_memory(RING, torch.device("cpu")))
     assert streams == [(gpu, {"priority": -1})]
 
 

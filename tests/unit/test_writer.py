@@ -328,7 +328,7 @@ def test_the_record_has_all_times_writes_and_counters() -> None:
     ]
     times = [record.t_first_planned, record.t_last_ready, record.t_last_landed, record.t_notified]
     assert None not in times
-    assert times == sorted(times)  # type: ignore[type-var]
+    assert times == sorted(times)
     counters = world.totals
     assert (counters.outcomes, counters.writes, counters.bytes) == ({"completed": 1}, 2, world.layers * 6 * BLOCK_BYTES)
 

@@ -153,7 +153,7 @@ def test_an_unreachable_decode_engine_fails_the_push(connected: bool, monkeypatc
 def test_a_failed_handshake_fails_the_push(whole: bool) -> None:
     world, prompt = ScriptedWorld(), ScriptedRequest("p-1", TOKENS, list(range(1, 9)))
     world.registers(prompt, world.decoder(connected=False))
-    world.rank.handshake = Mock(side_effect=ConnectionRefusedError("connection refused"))  # type: ignore[method-assign]
+    world.rank.handshake = Mock(side_effect=ConnectionRefusedError("connection refused"))
     if not whole:
         world.step((prompt, TOKENS))
     world.finish(prompt)

@@ -219,7 +219,7 @@ def as_rank(config: VllmConfig, tp_rank: int, pp_rank: int, pcp_rank: int) -> It
         yield mine
 
 
-class Agent(base_worker.NixlWrapper):  # type: ignore[misc]  # NIXL has no types
+class Agent(base_worker.NixlWrapper):  # NIXL has no types
     """A NIXL agent that counts the bytes of its WRITEs as they end."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -242,7 +242,7 @@ class DecodeEngine(Process):
     def loaded(self, completions: Sequence[bytes]) -> None:
         messages = [read(completion) for completion in completions]
         assert all(isinstance(message, Completion) for message in messages)
-        load = self.loads[messages[0].request_id]  # type: ignore[union-attr]
+        load = self.loads[messages[0].request_id]
         assert len(messages) == self.world.ranks, "one completion of each prefill rank"
         assert not load.aborted or load.outcome is None
         is_compared = (self.engine_id, load.request_id) not in self.world.whole_pushes

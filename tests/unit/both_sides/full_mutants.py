@@ -39,7 +39,7 @@ def an_equal_attempt_opens_a_claim_that_was_taken_back(patch: Patch) -> None:
             self.answer = replace(self.answer, attempt=event.registration.attempt - 1)
         return plain(self, event, actions)
 
-    patch.setitem(Claim.HANDLERS, claim_protocol.Registered, on_registered)  # type: ignore[arg-type]
+    patch.setitem(Claim.HANDLERS, claim_protocol.Registered, on_registered)
 
 
 @mutant()
@@ -56,7 +56,7 @@ def a_claim_that_was_taken_back_waits_on(patch: Patch) -> None:
         self.answer = None
         return state
 
-    patch.setitem(Claim.HANDLERS, claim_protocol.Withdrawn, on_withdrawn)  # type: ignore[arg-type]
+    patch.setitem(Claim.HANDLERS, claim_protocol.Withdrawn, on_withdrawn)
 
 
 @mutant(seed=11)
@@ -68,4 +68,4 @@ def one_rank_speaks_for_all(patch: Patch) -> None:
             state = plain(self, load_protocol.AgentUnregistered(agent), actions)
         return plain(self, event, actions) if self.open_agents else state
 
-    patch.setitem(LoadSession.HANDLERS, load_protocol.AgentUnregistered, on_unregistered)  # type: ignore[arg-type]
+    patch.setitem(LoadSession.HANDLERS, load_protocol.AgentUnregistered, on_unregistered)

@@ -199,7 +199,7 @@ def a_cancel_does_not_wait_for_the_push(patch: Patch) -> None:
     def mutated(self: Claim, event: claims.CancelledByD, actions: list[Any]) -> claims.State:
         return plain(self, replace(event, busy=False), actions)
 
-    patch.setitem(Claim.HANDLERS, claims.CancelledByD, mutated)  # type: ignore[arg-type]
+    patch.setitem(Claim.HANDLERS, claims.CancelledByD, mutated)
 
 
 @mutant(seed=103)

@@ -94,7 +94,7 @@ class PrefillRank(Process):
         self.gatherer = Gatherer(self.transport, layout, self.staging, self.piece)
         self.strategy = self._strategy()
         self._post = self.endpoint.post_write
-        self.endpoint.post_write = self._posted  # type: ignore[method-assign]
+        self.endpoint.post_write = self._posted
         self.acknowledges, self.world_size = not world.fabric.ordered, engine.size
         worker: Any = self
         self.links = _Links(worker, self.connections)
@@ -136,7 +136,7 @@ class PrefillRank(Process):
         if packing.plan == "off":
             return None
         if packing.plan != "mixed":
-            return GatherStrategy(self.gatherer, packing.plan, CopyCost(1e-4, 1e-9))  # type: ignore[arg-type]
+            return GatherStrategy(self.gatherer, packing.plan, CopyCost(1e-4, 1e-9))
         strategy = MixedStrategy(self.gatherer, "gather", CopyCost(1e-4, 1e-9))
         strategy.draw = random.Random(packing.seed)
         return strategy
@@ -145,7 +145,7 @@ class PrefillRank(Process):
         self, route: Route, local: DescriptorIds, remote: DescriptorIds, notification: bytes = b""
     ) -> WriteHandle:
         self.staging.check_post(route.local_descriptors, local.tolist())
-        target: DecodeEngine | None = self.world.engine_of(route.agent)  # type: ignore[assignment]
+        target: DecodeEngine | None = self.world.engine_of(route.agent)
         if target is not None:
             target.check_post(route.remote_descriptors, remote.tolist())
         if target is not None and self.world.equal_kv:
@@ -326,7 +326,7 @@ class _TransferStats:
 class _Links(Links):
     """Notes completions, for the world."""
 
-    worker: PrefillRank  # type: ignore[assignment]
+    worker: PrefillRank
 
     def complete(self, link: Link, registration: Registration, sample: Sample | None = None) -> None:
         self.worker.world.note_completion(self.worker, registration)

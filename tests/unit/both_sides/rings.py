@@ -47,7 +47,7 @@ class Packing:
             "broken": draw.choice([0.0, 0.0, 0.02]),
             "seed": draw.randrange(1 << 16),
         }
-        return cls(**(drawn | given))  # type: ignore[arg-type]
+        return cls(**(drawn | given))
 
 
 class WatchedRing(Ring):
@@ -108,7 +108,7 @@ class PrefillStaging(NumpyStaging):
         self.blocks = rank.endpoint.describe("blocks", self.memory, starts, rank.piece)
         self.blocks.give_away(range(len(starts)))
 
-    def gather(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:  # type: ignore[override]
+    def gather(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
         packed = range(offset, offset + sum(len(packed) for packed, _ in self._pairs(layers, blocks, offset)))
         owners = {self.rank.engine.holders.get(block) for block in blocks.tolist()}
         if None in owners or len(owners) != 1:

@@ -185,7 +185,7 @@ class ScriptedRank(PrefillRank):
 
     def _strategy(self) -> GatherStrategy | None:
         plan = self.world.packing.plan
-        return None if plan == "off" else GatherStrategy(self.gatherer, plan, CopyCost(1e-9, 0.0))  # type: ignore[arg-type]
+        return None if plan == "off" else GatherStrategy(self.gatherer, plan, CopyCost(1e-9, 0.0))
 
     def routes(self, engine_id: str) -> tuple[Route, ...]:
         agents = list(self.agents_of(engine_id))
@@ -303,7 +303,7 @@ class ScriptedWorld(World):
     def decoder(self, name: str = "D", ranks: int = 1, *, connected: bool = True) -> ScriptedDecoder:
         """A new decode engine. ``connected``: P need not begin a handshake. A ``frozen`` one answers no handshake."""
         engine = ScriptedDecoder(self, name, ranks)
-        self.engines[name] = engine  # type: ignore[assignment]
+        self.engines[name] = engine
         if connected:
             self.rank.connected[name] = tuple(end.name for end in engine.ends)
         return engine

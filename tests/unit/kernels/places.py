@@ -19,7 +19,7 @@ PLACES = ["host", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)]
 KERNEL_PLACES = PLACES[1:]
 
 
-class Interpreted(interpreter.InterpretedFunction):  # type: ignore[misc]
+class Interpreted(interpreter.InterpretedFunction):
     """Triton leaves its language patched after a call by another kernel, and could compile nothing in this process."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -46,7 +46,7 @@ class Engine(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.seen.append((self.headers["X-Request-Id"], body))  # type: ignore[attr-defined]
+        self.server.seen.append((self.headers["X-Request-Id"], body))
         params = PrefillIdentity("prefill-0", "10.0.0.1", 5600, 1).to_decode(
             f"cmpl-{self.headers['X-Request-Id']}-0-suffix"
         )
@@ -63,7 +63,7 @@ class Engine(http.server.BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def engine() -> Iterator[Any]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:
-        server.seen = []  # type: ignore[attr-defined]
+        server.seen = []
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
