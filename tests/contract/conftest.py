@@ -9,7 +9,7 @@ import pytest
 
 from tests.contract.link import FakeLink, Link, NixlLink
 from tests.contract.processes import LOOPBACK, set_ucx
-from tests.support import libfabric
+from tests.support.scripts import made_by
 
 QUICK_BENCHES = (
     "test_a_wrong_byte_ends_the_benchmark_without_a_result",
@@ -42,7 +42,7 @@ def params(kinds: Iterable[str]) -> list[Any]:
 
 def new_link(kind: str) -> Link:
     if kind == "libfabric":
-        libfabric.require()
+        made_by("libfabric")
     return KINDS[kind]()
 
 

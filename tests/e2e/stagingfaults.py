@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e import probes
+from tests.support.numpy_staging import BrokenCopy
 
 if TYPE_CHECKING:
     from tests.e2e.hostmain import HostedEngine
@@ -53,16 +54,6 @@ def fail_copies(host: HostedEngine, first: int = 0, count: int = 1) -> None:
         return real(layers, *args)
 
     copies.gather = fails
-
-
-class BrokenCopy:
-    """The device fails after the copy's begin. Without a begin, P would only write directly."""
-
-    def is_over(self) -> bool:
-        raise RuntimeError("scripted: this gather fails")
-
-    def device_s(self) -> float:
-        return 0.0
 
 
 def damage(host: HostedEngine, number: int) -> None:

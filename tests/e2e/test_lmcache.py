@@ -12,6 +12,7 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Order, Reference, check, introduce, new_id, prompt, send
 from tests.support import lmcache
 from tests.support.ports import LMCACHE_PORTS
+from tests.support.scripts import made_by
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(300)]
 PORT = LMCACHE_PORTS[0]
@@ -42,7 +43,7 @@ BEFORE_D, BEHIND_D = (beside_lmcache("D", first=first) for first in (False, True
 
 @pytest.fixture(scope="module", autouse=True)
 def _server(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    lmcache.require()
+    made_by("lmcache")
     with lmcache.server(PORT, tmp_path_factory.mktemp("lmcache") / "log"):
         yield
         # An engine that ends asks the server to forget it, and waits for minutes.

@@ -32,7 +32,7 @@ from tests.e2e.proxyrig import MODEL, SHAPE, get, until
 from tests.e2e.servedrig import Served, scrape, served, wait_for
 from tests.metrics_named import ALERTS, DASHBOARD, expressions, unknown_names
 from tests.support.ports import PROMETHEUS_PORTS
-from tests.support.prometheus import PROGRAMS, programs
+from tests.support.scripts import made_by
 
 SCRAPED, TOKENS = 3, 400
 ENGINES_LABELS = {"prefill": {}, "decode": {"namespace": "inference", "pod": "decode-0"}}
@@ -113,7 +113,7 @@ def prometheus(scratch: Path, engines: Served) -> Iterator[str]:
     }
     (scratch / "prometheus.yml").write_text(yaml.safe_dump(settings))
     address = f"127.0.0.1:{PortAllocator(PROMETHEUS_PORTS).next_free()}"
-    command = [str(PROGRAMS / "prometheus"), f"--config.file={scratch / 'prometheus.yml'}"]
+    command = [str(made_by("prometheus") / "usr/bin/prometheus"), f"--config.file={scratch / 'prometheus.yml'}"]
     command += [f"--storage.tsdb.path={scratch / 'data'}", f"--web.listen-address={address}"]
     with (scratch / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -128,7 +128,6 @@ def prometheus(scratch: Path, engines: Served) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def scraped(servers: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     """Both engines have been scraped before and after ``SCRAPED`` pushes."""
-    programs()
     with prometheus(tmp_path_factory.mktemp("prometheus"), servers) as url:
         running = Scraped(servers, url)
         until(lambda: running.value("count(vllm:layerpush_ranks)") == 2, "both engines are scraped")
@@ -141,7 +140,8 @@ def scraped(servers: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def checked(rules: Path) -> subprocess.CompletedProcess[str]:
     """promtool's result for rules."""
-    return subprocess.run([PROGRAMS / "promtool", "check", "rules", rules], capture_output=True, text=True, check=False)
+    promtool = made_by("prometheus") / "usr/bin/promtool"
+    return subprocess.run([promtool, "check", "rules", rules], capture_output=True, text=True, check=False)
 
 
 @patient

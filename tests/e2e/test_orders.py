@@ -10,7 +10,7 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Order, Reference, check, introduce, new_id, prompt, send
 from tests.e2e.models import LAYERS
 from tests.e2e.streamchecks import check_completed, check_streamed
-from tests.support import libfabric
+from tests.support.scripts import made_by
 
 AROUND_BLOCKS = (1, 2, 3, 16, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 191, 192, 193, 223, 224, 225)
 AROUND_CHUNKS = (255, 256, 257, 287, 288, 289, 511, 512, 513, 543, 544, 545, 767, 768, 769)
@@ -26,7 +26,7 @@ STREAMS_FOR_SURE = 600  # tokens; shorter prompts may be computed before P has r
 def pair(request: pytest.FixtureRequest) -> Pair:
     """P and D over one of NIXL's backends."""
     if request.param == "LIBFABRIC":
-        libfabric.require()
+        made_by("libfabric")
     return PAIRS[request.param]
 
 

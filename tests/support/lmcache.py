@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.support import waiting
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / "build/lmcache"
 ENVIRONMENT = {"LMCACHE_TRACK_USAGE": "false"}
-NOT_HERE = 3
-"""The exit status of `scripts/lmcache` where the package index lacks a package."""
 START_S = 90.0
 CHUNK = 64
 """The tokens that LMCache stores and finds as one: two blocks."""
-
-
-@functools.cache
-def build() -> str | None:
-    """Run the script. Returns the reason why the packages cannot be installed here; None if they are there."""
-    done = subprocess.run([ROOT / "scripts" / "lmcache"], capture_output=True, text=True, check=False)
-    assert done.returncode in (0, NOT_HERE), done.stderr
-    return done.stderr.strip() if done.returncode == NOT_HERE else None
-
-
-def require() -> None:
-    """Skip the test where LMCache cannot be installed."""
-    reason = build()
-    if reason is not None:
-        pytest.skip(f"there is no LMCache here: {reason}")
 
 
 def load() -> None:

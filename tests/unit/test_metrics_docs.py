@@ -21,7 +21,7 @@ from tests.metrics_front_end import FrontEnd
 from tests.metrics_named import ALERTS, DASHBOARD, expressions, unknown_names
 from tests.metrics_scrape import Scrape
 from tests.quotes import package
-from tests.support.prometheus import programs
+from tests.support.scripts import made_by
 
 GRAFANA_UNITS = {"Bps", "bytes", "ops", "percentunit", "reqps", "s", "short", "wps"}
 VLLMS_SUFFIX = re.compile(r"_(bucket|count|sum)$")
@@ -79,7 +79,8 @@ def evaluated(tmp_path: Path, scrape: Scrape, steps: str, expected: Mapping[str,
     test = {"interval": "15s", "input_series": [{"series": each, "values": steps} for each in series]}
     path = tmp_path / "test.yml"
     path.write_text(json.dumps({"tests": [test | {"promql_expr_test": checks}]}))
-    done = subprocess.run([programs() / "promtool", "test", "rules", path], capture_output=True, text=True, check=False)
+    promtool = made_by("prometheus") / "usr/bin/promtool"
+    done = subprocess.run([promtool, "test", "rules", path], capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 

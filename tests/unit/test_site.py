@@ -14,11 +14,11 @@ from threading import Thread
 
 import pytest
 
+from tests.support.scripts import made_by
+
 ROOT = Path(__file__).parents[2]
 WIDTHS = (1366, 390)
 """Pixels of a small laptop's window and of a phone's."""
-NO_PACKAGE = 3
-"""The exit status of `scripts/chromium` where apt-get has no such package."""
 MEASURE = """
 <pre id="found"></pre>
 <script>
@@ -45,11 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chromium() -> Path:
-    done = subprocess.run([ROOT / "scripts/chromium"], capture_output=True, text=True, timeout=100, check=False)
-    if done.returncode == NO_PACKAGE:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stdout + done.stderr
-    return ROOT / "build/chromium/chromium"
+    return made_by("chromium") / "chromium"
 
 
 class Quiet(SimpleHTTPRequestHandler):
