@@ -244,23 +244,14 @@ def test_p_s_token_is_the_first_of_the_answer(decode: Build) -> None:
     assert d.origins == {"prefill": 1}, "once for each request"
 
 
-def test_an_answer_of_two_tokens(decode: Build) -> None:
+@pytest.mark.parametrize(("tokens", "answered"), [(1, 6), (31, 6), (32, 2), (33, 6), (192, 6)])
+def test_prompts_up_to_the_end_of_a_block_and_short_answers(decode: Build, tokens: int, answered: int) -> None:
     d = decode()
-    prompt = d.ask(max_tokens=2)
+    prompt = d.ask(tokens=tokens, max_tokens=answered)
     d.step()
     d.load("r", answer(prompt, 1)[0])
     d.run()
-    assert d.tokens("r") == answer(prompt, 2)
-
-
-@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 192])
-def test_prompts_up_to_the_end_of_a_block(decode: Build, tokens: int) -> None:
-    d = decode()
-    prompt = d.ask(tokens=tokens)
-    d.step()
-    d.load("r", answer(prompt, 1)[0])
-    d.run()
-    assert d.tokens("r") == answer(prompt, 6)
+    assert d.tokens("r") == answer(prompt, answered)
     assert d.origins == {"prefill": 1}
 
 
@@ -325,13 +316,12 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("penalties", {"min_tokens": 2}),
     ("seed", {"temperature": 1.0, "seed": 7}),
     ("ends", {"max_tokens": 1}),
+    ("ends", {"tokens": 511}),  # the prompt and its first token fill the context
 ]
 
 
 @pytest.mark.parametrize(("reason", "sampling"), REFUSED, ids=str)
-def test_d_computes_the_first_token_for_some_sampling_params(
-    decode: Build, reason: str, sampling: dict[str, Any]
-) -> None:
+def test_d_computes_the_first_token_of_some_requests(decode: Build, reason: str, sampling: dict[str, Any]) -> None:
     d = decode()
     d.ask(**sampling)
     d.step()
@@ -340,7 +330,7 @@ def test_d_computes_the_first_token_for_some_sampling_params(
     d.load("r")
     assert d.tokens("r") == []
     d.run()
-    assert len(d.tokens("r")) == sampling.get("max_tokens", 6)
+    assert len(d.tokens("r")) == (1 if reason == "ends" else 6)
 
 
 def test_one_of_several_answers_does_not_use_p_s_token(decode: Build) -> None:
@@ -364,16 +354,6 @@ def test_a_greedy_request_with_a_seed_uses_p_s_token(decode: Build) -> None:
     d.ask(temperature=0, seed=7)
     d.step()
     assert d.registrations["r"]["sampling"] is not None
-
-
-def test_a_prompt_that_fills_the_context_does_not_use_p_s_token(decode: Build) -> None:
-    d = decode()
-    d.ask(tokens=511)
-    d.step()
-    assert d.origins == {"ends": 1}
-    d.load("r")
-    d.run()
-    assert len(d.tokens("r")) == 1
 
 
 def test_one_ranks_token_is_every_ranks(decode: Build) -> None:
