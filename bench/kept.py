@@ -196,14 +196,14 @@ def main(
 
     - python -m bench.kept --tokens 4096 --rounds 1 --wait 5
     """
-    began, where = time.monotonic(), console()
+    began, where, about = time.monotonic(), console(), provenance(SEED)
     with running(where, keep_logs) as (work, interrupts):
         with EngineGroup(work, interrupts, forks=True) as group:
             bench = KeptBench(tokens, group, work, where, write_model(folder("kept"), SHAPE))
             asyncio.run(bench.measure(numbers(percents, 1, 99), rounds, wait))
         bench.read_traces()
     result: dict[str, Any] = {
-        **provenance(SEED),
+        **about,
         "seconds": round(time.monotonic() - began),
         "settings": {"tokens": tokens, "rounds": rounds, "wait_s": wait, "peer_timeout_s": PEER_TIMEOUT_S,
                      "stock_limit_s": STOCK_LIMIT_S, "step_tokens": TOKENS_PER_STEP},

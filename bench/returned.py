@@ -181,7 +181,7 @@ def main(
 
     - python -m bench.returned --first 512 --longest 1280 --turns 3 --answer 64 --rounds 1
     """
-    began, where = time.monotonic(), console()
+    began, where, about = time.monotonic(), console(), provenance(SEED)
     new = (longest - first) // (turns - 1) - answer
     if new < 1:
         raise typer.BadParameter("the turns have more tokens than the last prompt", param_hint="--longest")
@@ -189,7 +189,7 @@ def main(
         bench = Bench(first, new, answer, turns, group, where, write_model(folder("returned"), SHAPE))
         asyncio.run(bench.measure(rounds))
     result: dict[str, Any] = {
-        **provenance(SEED),
+        **about,
         "seconds": round(time.monotonic() - began),
         "settings": {"first": first, "new": new, "answer": answer, "turns": turns, "rounds": rounds,
                      "step_tokens": TOKENS_PER_STEP},

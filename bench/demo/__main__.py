@@ -69,7 +69,7 @@ def main(
     engines and leaves nothing behind.
     """
     console = Console(soft_wrap=True)
-    started_at = time.monotonic()
+    started_at, conditions = time.monotonic(), provenance(SEED)
     lengths = [prompt_tokens] * prompts
     try:
         with Interrupts() as interrupts, work_directory(keep_logs) as work, places_of(link, interrupts) as places:
@@ -83,7 +83,7 @@ def main(
         raise typer.Exit(BROKEN) from None
     if json_file is not None:
         run = {"link": link, "seconds": round(time.monotonic() - started_at), "model": asdict(DEMO_SHAPE)}
-        figures = report.as_json() | provenance(SEED) | run
+        figures = report.as_json() | conditions | run
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
     status = _show(console, report, plot, json_file)

@@ -81,13 +81,14 @@ def main(
     given: dict[str, Any] = {**locals(), "card": gbit * GBIT, "mode": PushMode(mode)}
     plan = Plan(**{field.name: given[field.name] for field in fields(Plan) if field.name in given})
     plans = [(name, each) for name in wanted for each in STUDIES[name](seed)] or [("fleet", plan)]
+    about = provenance(seed, ("layerpush", "numpy"))
     logging.getLogger("vllm.layerpush").propagate = False  # deaths are meant
     cells: dict[str, list[dict[str, Any]]] = {}
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for (name, _), cell in zip(plans, pool.map(simulate, [each for _, each in plans]), strict=True):
             cells.setdefault(name, []).append(cell)
             console().print(_line(name, cell))
-    write(out, {**provenance(seed, ("layerpush", "numpy")), "studies": cells})
+    write(out, {**about, "studies": cells})
 
 
 def _line(name: str, cell: dict[str, Any]) -> str:

@@ -189,7 +189,7 @@ def main(
     known = [(link, case) for link in wanted_links for case in cases]
     places = [*known[: len(cases)], *grown, *known[len(cases) :]]
     orders = [(link, Measure(case, tuple(wanted_modes), repeats)) for link, case in places]
-    started_at = time.monotonic()
+    started_at, conditions = time.monotonic(), provenance(settings.seed, PACKAGES)
     path = out or (None if preset.file is None else OUTPUT / preset.file)
 
     def parts(
@@ -203,7 +203,7 @@ def main(
 
     def body(answers: Sequence[CaseSamples], about: Mapping[str, object]) -> dict[str, Any]:
         cells, of_lines, fitted = parts(answers)
-        return provenance(settings.seed, PACKAGES) | {
+        return conditions | {
             "about": about,
             "settings": asdict(settings),
             "rounds": repeats,

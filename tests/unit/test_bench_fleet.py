@@ -307,7 +307,11 @@ def test_just_in_time_still_is_in_time_when_six_p_push_into_one_d() -> None:
     assert means[PushMode.AUTO] < 1.5 * means[PushMode.LAYER]
 
 
-def test_the_command_writes_the_figures_of_a_fleet(tmp_path: Path) -> None:
+def test_the_command_writes_the_figures_of_a_fleet(tmp_path: Path, monkeypatch: Patch) -> None:
+    """And the revision that it began with, whatever is committed meanwhile."""
+    revision = ["first"]
+    monkeypatch.setattr("bench.provenance._git", lambda *_: revision[-1])
+    monkeypatch.setattr("bench.fleet.__main__._line", lambda *_: str(revision.append("second")))
     options = ["--prefill", "1", "--decode", "1", "--trace", "azure-code", "--seconds", "2", "--gbit", "50"]
     done = CliRunner().invoke(
         app, [*options, "--warm-up", "0", "--mode", "layer", "--out", str(tmp_path / "fleet.json")]
@@ -317,7 +321,7 @@ def test_the_command_writes_the_figures_of_a_fleet(tmp_path: Path) -> None:
     (cell,) = result["studies"]["fleet"]
     assert cell["plan"] | {"card": 6.25e9, "mode": "layer", "seconds": 2.0} == cell["plan"]
     assert cell["requests"] > 0
-    assert result["seed"] == 0
+    assert (result["seed"], result["git_sha"]) == (0, "first")
 
 
 @pytest.mark.parametrize("wrong", [["--model", "llama"], ["--studies", "load,all"], ["--mode", "chunks"]])

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from bench.provenance import provenance
 from tests.e2e.enginespec import STOCK
 from tests.faults.soak.command import app
 from tests.faults.soak.ending import BROKEN, FAILED, INTERRUPTED, PASSED, Ending
@@ -36,7 +37,7 @@ def tally(*, compared: int = 1) -> Tally:
 def report(made: Tally, tmp_path: Path, **ends: bool) -> tuple[int, str, dict[str, Any]]:
     console = Console(record=True, width=200, file=(tmp_path / "console").open("w"))
     out = tmp_path / "new" / "soak.json"
-    ending = Ending(Settings(2.0, 41), made, MEMORIES, tmp_path / "logs", 130.0, **ends)
+    ending = Ending(Settings(2.0, 41), made, MEMORIES, tmp_path / "logs", 130.0, provenance(41), **ends)
     ending.write(out)
     ending.show(console, out)
     return ending.exit_status, console.export_text(), json.loads(out.read_text())

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import OUTPUT
+from bench.provenance import provenance
 from bench.servers.ports import PortAllocator
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.models import ModelShelf
@@ -115,7 +116,7 @@ def _names(option: str) -> list[str]:
 
 
 def _run(console: Console, settings: Settings, folder: Path) -> Ending:
-    began = time.monotonic()
+    began, about = time.monotonic(), provenance(settings.seed)
     tally = Tally()
     models = ModelShelf(folder)
     take_port = PortAllocator(SOAK_PORTS).next_free
@@ -146,7 +147,7 @@ def _run(console: Console, settings: Settings, folder: Path) -> Ending:
         memories |= {f"{line_up.name} {slot.name}": slots.memories(slot.name) for slot in slots}
         if broken or run.stopped:
             break
-    return Ending(settings, tally, memories, folder, time.monotonic() - began, broken, run.stopped)
+    return Ending(settings, tally, memories, folder, time.monotonic() - began, about, broken, run.stopped)
 
 
 def _make(spec: EngineSpec, model: Path, engine_id: str, port: int, folder: Path) -> Engine:

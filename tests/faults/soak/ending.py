@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.provenance import provenance
 from tests.faults.soak.engine import Memory
 from tests.faults.soak.report import as_json, faults_table, memory_table, requests_table, turns_table, verdict
 from tests.faults.soak.settings import Settings
@@ -21,13 +20,14 @@ SHOWN_PROBLEMS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """A finished run. ``broken``: it failed by itself; ``stopped``: a signal ended it early."""
+    """A finished run. ``about``: its conditions; ``broken``: it failed by itself; ``stopped``: a signal ended it early."""
 
     settings: Settings
     tally: Tally
     memories: Mapping[str, Sequence[Memory]]
     logs: Path
     seconds: float
+    about: Mapping[str, object]
     broken: bool = False
     stopped: bool = False
 
@@ -50,7 +50,7 @@ class Ending:
         }
         figures = as_json(self.tally, self.settings.kinds, self.memories)
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(provenance(self.settings.seed) | run | figures, indent=1) + "\n")
+        out.write_text(json.dumps({**self.about, **run, **figures}, indent=1) + "\n")
 
     def show(self, console: Console, out: Path) -> None:
         tally = self.tally
