@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.fleet.arrivals import TRACES
+from bench.fleet.arrivals import RECORDED, TRACES, generated
 from bench.fleet.presets import MODELS
 from bench.fleet.studies import chosen
 from bench.markdown import Result, conditions, number_table
@@ -30,6 +30,19 @@ def load_table(result: Result) -> str:
         for cell in result["studies"]["load"]
     ]
     return f"{number_table(headings, rows, 3)}\n\n{_about(result)}"
+
+
+def arrivals_table() -> str:
+    """The traces beside an hour of the generator's requests."""
+    rows = []
+    for name, trace in TRACES.items():
+        pairs = zip(RECORDED[name], generated(name), strict=True)
+        _, prompt, longest, answer, shared, bursts = pairs
+        lengths = (f"{count:,.0f}" for pair in (prompt, longest, answer) for count in pair)
+        rows.append((trace.about, *lengths, *(f"{part:.0%}" for part in shared), *(f"{each:.1f}" for each in bursts)))
+    whats = ("prompt, mean", "p95", "answer, mean", "of an earlier prompt", "bursts")
+    headings = ("tokens", *(each for what in whats for each in (f"{what}: recorded", "generated")))
+    return number_table(headings, rows)
 
 
 def incast_table(result: Result) -> str:

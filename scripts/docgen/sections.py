@@ -76,6 +76,7 @@ SECTIONS: Mapping[str, Section] = {
     "copies-figures": Section((BENCHMARKS,), of("copies.json", copies.tables)),
     "kept-figures": Section((BENCHMARKS,), of("kept.json", keptpage.table)),
     "returned-figures": Section((BENCHMARKS,), of("returned.json", returnedpage.tables)),
+    "fleet-arrivals": Section((FLEET,), lambda _: fleet.arrivals_table()),
     "fleet-load": Section((FLEET,), of("fleet.json", fleet.load_table)),
     "fleet-incast": Section((FLEET,), of("fleet.json", fleet.incast_table)),
     "fleet-ratio": Section((FLEET,), of("fleet.json", fleet.ratio_table)),

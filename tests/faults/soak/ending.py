@@ -20,7 +20,7 @@ SHOWN_PROBLEMS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """A finished run. ``about``: its conditions; ``broken``: it failed by itself; ``stopped``: a signal ended it early."""
+    """A finished run, with its conditions. ``broken``: it failed by itself; ``stopped``: a signal ended it early."""
 
     settings: Settings
     tally: Tally
