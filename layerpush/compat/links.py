@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpe
 
 from layerpush.compat.cache_layout import state_parts
 from layerpush.compat.kinds import has_states, kinds_of
-from layerpush.compat.pieces import Cut, StridedEngine, cut, moved_layer, size_difference
+from layerpush.compat.pieces import Cut, StridedEngine, cut, head_parts, moved_layer, size_difference
 from layerpush.core.layout import CacheLayout
 from layerpush.core.replica import Replica
 from layerpush.core.write import MismatchError
@@ -71,7 +71,7 @@ def discover_link(
         engine_id,
         found.routes,
         found.region_blocks,
-        share=_share(worker, engine_id),
+        share=1.0 / head_parts(worker, engine_id),
         replicas=replicas(worker, engine_id),
         pieces=found.pieces,
     )
@@ -165,11 +165,6 @@ def has_equal_blocks(worker: NixlPushConnectorWorker, engine_id: str) -> bool:
 def agent_name(name: str | bytes) -> str:
     """An agent's name as a string. NIXL names an added agent in bytes, and the sender of a notification in a string."""
     return name.decode() if isinstance(name, bytes) else name
-
-
-def _share(worker: NixlPushConnectorWorker, engine_id: str) -> float:
-    """The part of each of our blocks that one decode rank gets: 1.0, or less where ranks split the heads."""
-    return 1.0 if worker.use_mla else 1.0 / len({*worker.tp_mappings[engine_id].rank_to_attention_slot.values()})
 
 
 def _sample_request(worker: NixlPushConnectorWorker, engine_id: str) -> ReqMeta:

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.platforms import current_platform
 
+from layerpush.compat.handshake_executor import answered_by_layerpush
 from layerpush.compat.kinds import CacheKinds, has_states
 from layerpush.core.layout import CacheLayout
 from layerpush.core.pieces import Pieces
@@ -94,14 +95,8 @@ class StridedEngine(EngineTransferInfo):
     prepared: dict[int, Any] = field(default_factory=dict, compare=False)
 
 
-def strided_engine(
-    worker: NixlPushConnectorWorker,
-    metadata: NixlAgentMetadata,
-    tp_size: int,
-    dcp_size: int,
-    *,
-    has_rows: bool,
-    is_layerpush: bool,
+def register_strided(
+    worker: NixlPushConnectorWorker, metadata: NixlAgentMetadata, tp_size: int, dcp_size: int, *, has_rows: bool
 ) -> StridedEngine | None:
     """Register the facts of an engine with other blocks, before vLLM does, or of any engine if ours ``has_rows`` of
     several layers. None: its blocks are like ours, or the model has states. Handshake executor.
@@ -124,7 +119,7 @@ def strided_engine(
         remote_dcp_size=dcp_size,
         kernel_tokens=theirs[0],
         pages=theirs[1],
-        is_layerpush=is_layerpush,
+        is_layerpush=answered_by_layerpush(),
         places=metadata.packed_member_layouts,
     )
     topology.register_remote_engine(metadata.engine_id, info)
@@ -273,8 +268,7 @@ def _pieces(
     if max(ours * pages, theirs * info.pages) > MAX_PIECES:
         raise MismatchError(f"{size_difference(worker, info)}: a block would have more than {MAX_PIECES} pieces")
     caches = _caches(worker, info, layout)
-    plan = worker.tp_mappings[engine_id]
-    splits = len({*plan.rank_to_attention_slot.values()})
+    plan, splits = worker.tp_mappings[engine_id], head_parts(worker, engine_id)
     together = [cache.by_token or ours == theirs for cache in caches]
     here, there = [], []
     for route, slots in zip(routes, regions, strict=True):
@@ -298,6 +292,11 @@ def _pieces(
         for whole, cache in zip(together, caches, strict=True)
     ]
     return here, there, Pieces(tokens, ours * pages, theirs * info.pages, ours, theirs, tuple(rows))
+
+
+def head_parts(worker: NixlPushConnectorWorker, engine_id: str) -> int:
+    """In how many parts the ranks of a connected engine split the heads of our blocks."""
+    return 1 if worker.use_mla else len({*worker.tp_mappings[engine_id].rank_to_attention_slot.values()})
 
 
 def size_difference(worker: NixlPushConnectorWorker, info: EngineTransferInfo) -> str | None:

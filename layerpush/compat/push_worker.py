@@ -31,7 +31,7 @@ from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecuto
 from layerpush.compat.heartbeats import Heartbeats
 from layerpush.compat.leases import SendLeases, extend
 from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, own_blocks, refusal
-from layerpush.compat.pieces import StridedEngine, disguised, regions_of, release, size_difference, strided_engine
+from layerpush.compat.pieces import StridedEngine, disguised, regions_of, register_strided, release, size_difference
 from layerpush.compat.states import (
     check_stock_p,
     equal_heads_allowed,
@@ -177,7 +177,9 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
             raise ValueError(
                 f"engine {nixl_agent_meta.engine_id!r} claims {sum(regions)} blocks in {len(regions)} regions"
             )
-        other = self._strided_engine(nixl_agent_meta, remote_tp_size, remote_dcp_size)
+        # For ``_build_local_splits_from_plan`` and ``_build_mamba_remote``, which vLLM calls.
+        self._ranks_there, self._whole_groups = remote_tp_size, self._check_states(nixl_agent_meta, remote_tp_size)
+        other = self._register_strided(nixl_agent_meta, remote_tp_size, remote_dcp_size)
         is_like_ours = other is None or size_difference(self, other) is None
         seen = nixl_agent_meta if is_like_ours else disguised(self, nixl_agent_meta)
         with equal_heads_allowed(self, remote_tp_size):
@@ -202,17 +204,21 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         return whole_groups_there(self, rows, convolved, tp_ratio) if self._whole_groups else rows
 
     def _add_notif_only_remote_agent(self, metadata: Any, remote_tp_size: int, remote_dcp_size: int = 1) -> str:
-        self._strided_engine(metadata, remote_tp_size, remote_dcp_size)
+        self._check_states(metadata, remote_tp_size)
+        self._register_strided(metadata, remote_tp_size, remote_dcp_size)
         name: str = super()._add_notif_only_remote_agent(metadata, remote_tp_size, remote_dcp_size)
         return name
 
-    def _strided_engine(self, metadata: Any, tp_size: int, dcp_size: int) -> StridedEngine | None:
-        is_layerpush, self._ranks_there = answered_by_layerpush(), tp_size
-        self._whole_groups = has_whole_groups(self, metadata, tp_size)
-        if not is_layerpush:
-            check_stock_p(self, tp_size, is_whole=self._whole_groups)
+    def _check_states(self, metadata: Any, tp_size: int) -> bool:
+        """``has_whole_groups``. Raises ``ValueError`` for a stock P that cannot push to us, too."""
+        is_whole = has_whole_groups(self, metadata, tp_size)
+        if not answered_by_layerpush():
+            check_stock_p(self, tp_size, is_whole=is_whole)
+        return is_whole
+
+    def _register_strided(self, metadata: Any, tp_size: int, dcp_size: int) -> StridedEngine | None:
         has_rows = self.layout is not None and bool(self.layout.parts)
-        return strided_engine(self, metadata, tp_size, dcp_size, has_rows=has_rows, is_layerpush=is_layerpush)
+        return register_strided(self, metadata, tp_size, dcp_size, has_rows=has_rows)
 
     # Any thread.
 

@@ -29,7 +29,7 @@ GROUPS = slice(1, 3)
 def has_whole_groups(worker: NixlPushConnectorWorker, metadata: NixlAgentMetadata, tp_size: int) -> bool:
     """Whether B and C are not split between the ranks of this engine, or of a connected one of ``tp_size`` ranks.
 
-    Raises ``ValueError`` if no push of states from one to the other can be right.
+    Raises ``ValueError`` if no push of states from one to the other can be right. Handshake executor.
     """
     topology = worker.transfer_topo
     assert topology is not None
@@ -54,12 +54,19 @@ def check_stock_p(worker: NixlPushConnectorWorker, tp_size: int, *, is_whole: bo
     """
     topology, transfer = worker.transfer_topo, worker.vllm_config.kv_transfer_config
     assert topology is not None
-    shares_heads = not worker.use_mla and topology.tp_size > max(tp_size, topology.total_num_kv_heads)
-    if transfer.is_kv_consumer and (is_whole or shares_heads):
+    if transfer.is_kv_consumer and (is_whole or _have_equal_heads(worker, topology.tp_size, tp_size)):
         raise ValueError(
             "vLLM's push connector cannot push KV heads, or parts of a state, that ranks have in common: with"
             f" {tp_size} ranks and {topology.tp_size} here, the prefill engine must run layerpush"
         )
+
+
+def _have_equal_heads(worker: NixlPushConnectorWorker, ranks: int, fewer: int) -> bool:
+    """Whether some of ``ranks`` decode ranks have equal KV heads, so that one of ``fewer`` prefill ranks must write
+    each to several.
+    """
+    assert worker.transfer_topo is not None
+    return not worker.use_mla and ranks > max(fewer, worker.transfer_topo.total_num_kv_heads)
 
 
 @contextmanager
@@ -70,7 +77,7 @@ def equal_heads_allowed(worker: NixlPushConnectorWorker, tp_size: int) -> Iterat
     """
     topology = worker.transfer_topo
     assert topology is not None
-    if topology.tp_ratio(tp_size) > 0:
+    if not _have_equal_heads(worker, tp_size, topology.tp_size):
         yield
         return
     topology.is_kv_replicated = lambda *_: False
@@ -81,10 +88,12 @@ def equal_heads_allowed(worker: NixlPushConnectorWorker, tp_size: int) -> Iterat
 
 
 def to_all_ranks(worker: NixlPushConnectorWorker, plan: Any, tp_size: int) -> Any:
-    """vLLM's plan for an engine of ``tp_size`` ranks, with all of them: vLLM takes each head from one rank."""
+    """vLLM's plan for an engine of ``tp_size`` ranks, with all of them. If some have equal heads, vLLM's plan has only
+    one of them for each head.
+    """
     topology = worker.transfer_topo
     assert topology is not None
-    if worker.use_mla:
+    if not _have_equal_heads(worker, tp_size, topology.tp_size):
         return plan
     slot, slots = 0, dict[int, int]()
     for rank in topology.handshake_target_ranks(tp_size):
@@ -93,10 +102,12 @@ def to_all_ranks(worker: NixlPushConnectorWorker, plan: Any, tp_size: int) -> An
 
 
 def push_kv_to_all(worker: NixlPushConnectorWorker, engine_id: str, tp_size: int) -> None:
-    """Have each rank of a connected engine get KV, too: one that gets a part of a state, or an equal head."""
-    plan = to_all_ranks(worker, worker.tp_mappings[engine_id], tp_size)
-    ranks = tuple(plan.all_source_ranks for _ in plan.source_ranks_per_group)
-    worker.tp_mappings[engine_id] = replace(plan, source_ranks_per_group=ranks)
+    """Have each rank of a connected engine get KV, also those with equal heads."""
+    plan = worker.tp_mappings[engine_id]
+    whole = to_all_ranks(worker, plan, tp_size)
+    if whole is not plan:
+        ranks = tuple(whole.all_source_ranks for _ in plan.source_ranks_per_group)
+        worker.tp_mappings[engine_id] = replace(whole, source_ranks_per_group=ranks)
 
 
 def whole_groups_here(worker: NixlPushConnectorWorker, split: Any, whole: Descriptors, states: int) -> Descriptors:
