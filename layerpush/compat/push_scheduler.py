@@ -21,7 +21,7 @@ from layerpush.compat.patches import VARIABLE, is_on
 from layerpush.core.first_token import Sampled
 from layerpush.core.prefixes import Prefixes
 from layerpush.core.request_names import named_prompts
-from layerpush.core.request_params import PREFIXES, is_pushed, transfer_id
+from layerpush.core.request_params import PREFIXES, TRUNCATED, is_pushed, transfer_id
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -196,7 +196,7 @@ class VllmPushScheduler(NixlPushConnectorScheduler, ABC):
         tokens, embeddings, backoff = request.prompt_token_ids or [], request.prompt_embeds, self._prefill_backoff()
         if (embeddings is not None and backoff) or (request.mm_features and not self._hashes_inputs):
             return None
-        dropped = backoff if (request.kv_transfer_params or {}).get("_p_side_truncated") else 0
+        dropped = backoff if (request.kv_transfer_params or {}).get(TRUNCATED) else 0
         whole = len(tokens) + dropped
         kept = tokens[: whole - backoff] if whole > backoff > 0 else tokens
         digest = hashlib.blake2b(array("i", kept).tobytes(), digest_size=16)

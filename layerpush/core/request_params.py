@@ -28,6 +28,8 @@ TRANSFER = "transfer_id"
 
 PREFIXES = "remote_prefixes"
 """The key with digests of the turn that D keeps, beside the keys of vLLM's pull connector."""
+TRUNCATED = "_p_side_truncated"
+"""The key that vLLM's scheduler on P sets when it has dropped tokens that it leaves to D."""
 _RETURNED = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")
 
 # Keys of D's request that vLLM reads. In some versions a bad value ends the engine or the front end.
@@ -67,8 +69,8 @@ def check_params(params: object, role: KvRole, config: LayerPushConfig) -> None:
         _check_mode(params.get(MODE))
     if (receives or sends) and params.get(TRANSFER) is not None:
         _check_id(TRANSFER, params[TRANSFER], "; a router that sends it sends both engines the same")
-    if "_p_side_truncated" in params:
-        _refuse("_p_side_truncated", "is vLLM's own mark; leave it out")
+    if TRUNCATED in params:
+        _refuse(TRUNCATED, "is vLLM's own mark; leave it out")
 
 
 def check_request_id(params: object, request_id: str, most: int = MAX_ID_CHARS) -> None:
