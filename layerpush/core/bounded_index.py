@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Generic, TypeVar
@@ -80,10 +80,9 @@ class BoundedIndex(Generic[V]):
         """The values that have any of these names and are not too old, oldest first."""
         return [self._entries[number].value for number in self._numbers_of(names, now)]
 
-    def drop(self, names: Iterable[Hashable], condition: Callable[[V], bool] = lambda _: True) -> list[V]:
-        """Forget and return the values that have any of these names and meet the condition."""
-        numbers = [number for number in self._numbers_of(names) if condition(self._entries[number].value)]
-        return [self._drop(number) for number in numbers]
+    def drop(self, names: Iterable[Hashable]) -> list[V]:
+        """Forget and return the values that have any of these names."""
+        return [self._drop(number) for number in self._numbers_of(names)]
 
     def expire(self, now: float) -> list[V]:
         """Forget and return the values that are too old."""
