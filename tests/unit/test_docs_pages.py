@@ -119,6 +119,21 @@ def compatibility() -> list[list[str]]:
     return found
 
 
+def test_contributing_says_how_large_the_folders_are() -> None:
+    """To 5 %."""
+    (said,) = re.findall(r"^Lines of Python: .*", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    (words,) = re.findall(r"([\d,]+) words", said)
+    lines = {folder: int(number.replace(",", "")) for folder, number in re.findall(r"`(\w+)` ([\d,]*\d)", said)}
+    found = {
+        folder: sum(file.read_text().count("\n") for file in (ROOT / folder).rglob("*.py"))
+        for folder in ("layerpush", "kernels", "bench", "tests", "scripts")
+    }
+    assert lines == pytest.approx(found, rel=0.05)
+    assert int(words.replace(",", "")) == pytest.approx(
+        sum(len((ROOT / page).read_text().split()) for page in PAGES), rel=0.05
+    )
+
+
 def test_the_compatibility_tables_name_tests_that_exist() -> None:
     table = compatibility()
     assert len(table) > 40
