@@ -28,6 +28,7 @@ from scripts.docgen import (
     soakrun,
     topologies,
     versions,
+    waiting,
 )
 from scripts.docgen.markers import fill
 
@@ -77,6 +78,7 @@ SECTIONS: Mapping[str, Section] = {
     "kept-figures": Section((BENCHMARKS,), of("kept.json", keptpage.table)),
     "returned-figures": Section((BENCHMARKS,), of("returned.json", returnedpage.tables)),
     "fleet-arrivals": Section((FLEET,), lambda _: fleet.arrivals_table()),
+    "waiting-figures": Section((BENCHMARKS,), of("waiting.json", waiting.table)),
     "fleet-load": Section((FLEET,), of("fleet.json", fleet.load_table)),
     "fleet-incast": Section((FLEET,), of("fleet.json", fleet.incast_table)),
     "fleet-ratio": Section((FLEET,), of("fleet.json", fleet.ratio_table)),

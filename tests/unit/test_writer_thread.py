@@ -4,91 +4,25 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from bench.rank import Rank
+from bench.waiting import WaitingRank as Rank
 from layerpush.core.config import LayerPushConfig
-from layerpush.core.layout import CacheLayout, LayerSlots, Region
-from layerpush.core.push_mode import PushMode
-from layerpush.core.step_plan import PromptProgress, StepPlan
-from layerpush.core.wire import Ping, Registration, encode
+from layerpush.core.wire import Ping, encode
 from layerpush.decode.load_session import LoadSession
-from layerpush.engine.worker.wake import Waker
 from layerpush.engine.worker.writer_thread import IDLE_POLL_S, NOTIFICATION_POLL_S
 from layerpush.prefill.push_session import PushSession
-from layerpush.telemetry.metrics.loop_lag import LoopLag
-from layerpush.telemetry.trace_file import TraceFile
-from layerpush.transport.peers import Address, Handshake, Peers
 
-WAITING, LAYERS, TOKENS, BLOCK_TOKENS = 50, 4, 1024, 16
-P = Address("P", "127.0.0.1", 5600, 1)
-
-
-class Quiet:
-    """The worker and the network, in which nothing happens. One prefill engine is connected."""
-
-    engine_id, world_size, tp_rank = "D", 1, 0
-
-    def __init__(self) -> None:
-        self.queued: deque[tuple[str, Any]] = deque()
-        self.peers = Peers()
-        self.peers["P"].handshake = Handshake(Future(), P)
-        self.transport = self
-
-    def __getattr__(self, name: str) -> Any:
-        answers = {"agents_of": {"p-0": (0, 0)}, "engines": ["P"], "knows": True}
-        empty = {"ended_requests": (), "deferred_pushes": ()}
-        return lambda *_, **__: {**answers, **empty}.get(name)
-
-    def notifications(self) -> list[tuple[str, bytes]]:
-        return []
-
-    def tasks(self) -> list[tuple[str, Any]]:
-        return [self.queued.popleft() for _ in range(len(self.queued))]
-
-
-class WaitingRank(Rank):
-    """A rank without an engine. The main thread queues work for its writer. P's engine is always in use."""
-
-    def __init__(self) -> None:
-        quiet: Any = Quiet()
-        self.queued, lag = quiet.queued, LoopLag()
-        layers = [LayerSlots(f"layers.{layer}", 0, (layer,)) for layer in range(LAYERS)]
-        layout = CacheLayout(tuple(layers), tuple(Region(layer << 30, 1 << 16, 4096) for layer in range(LAYERS)))
-        super().__init__(quiet, layout, PushMode.LAYER, Waker(lag.woken), lag, TraceFile(None, "P", 0))
-
-    @property
-    def engines_in_use(self) -> set[str]:
-        return {"P"}
-
-    def waits(self, side: str) -> None:
-        """On P, pushes whose prefill is over begin to wait for D's registration; on D, loads for P."""
-        names = [f"r-{number}" for number in range(WAITING)]
-        if side == "P":
-            table = [list(range(1, 1 + TOKENS // BLOCK_TOKENS))]
-            chunks = [PromptProgress(name, (BLOCK_TOKENS,)).advance(0, TOKENS, TOKENS, table) for name in names]
-            self.steps.arm(StepPlan(tuple(chunk for chunk in chunks if chunk is not None)))
-            self.steps.sweep()
-            for name in names:
-                self.steps.finish(name, tuple(table))
-            return
-        for name in names:
-            wanted = Registration(
-                request_id=name, decode_engine_id="D", decode_host="127.0.0.1", decode_port=5601,
-                decode_tp_size=1, local_block_ids=(tuple(range(64)),), layerpush=1,
-            )  # fmt: skip
-            self.queued.append(("", lambda wanted=wanted: self.loads.register(wanted, P, {}, time.perf_counter())))
+WAITING = 50
 
 
 class Touched:
     """Notes each call of the writer's parts, and each session that somebody looks at."""
 
-    def __init__(self, rank: WaitingRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.sessions: list[str] = []
         writer = rank.writer
@@ -122,9 +56,9 @@ class Touched:
         return Watched
 
 
-def waiting(side: str) -> WaitingRank:
-    rank = WaitingRank()
-    rank.waits(side)
+def waiting(side: str) -> Rank:
+    rank = Rank()
+    rank.waits(side, WAITING)
     rank.writer.turn(True)
     assert len(rank.loads) + len(rank.pushes) == WAITING
     assert rank.writer.notifications_s == NOTIFICATION_POLL_S
