@@ -143,6 +143,7 @@ def main(
 
     - python -m bench.waiting --requests 256 --rounds 10
     """
+    about = provenance(seed=0)
     cells = [(side, number) for side in ("D", "P") for number in (0, *numbers(requests))]
     logging.disable(logging.WARNING)  # no forward pass calls hooks here
     samples: dict[tuple[str, int], list[tuple[float, float]]] = {cell: [] for cell in cells}
@@ -154,7 +155,7 @@ def main(
         {"side": side, "requests": number, "share": [share for share, _ in cell], "turn_s": [turn for _, turn in cell]}
         for (side, number), cell in samples.items()
     ]
-    write(out, {**provenance(seed=0), "seconds": SAMPLE_S, "rounds": rounds, "rows": rows})
+    write(out, {**about, "seconds": SAMPLE_S, "rounds": rounds, "rows": rows})
     for row in rows:
         share, turn = 100 * median(row["share"]), 1e6 * median(row["turn_s"])
         console().print(f"{row['side']} {row['requests']:4} wait: {share:.2f} % of the lock, {turn:.0f} us a turn")
