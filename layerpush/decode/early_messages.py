@@ -37,32 +37,18 @@ class EarlyMessage(NamedTuple):
     speaks_layerpush: bool
 
 
-class EarlyMessages:
-    """Any rank's registration may start the push for all, so a rank that is a step behind may get messages early."""
+class EarlyMessages(BoundedIndex[EarlyMessage]):
+    """By request. Any rank's registration may start the push for all, so a rank that is a step behind may get messages
+    early.
+    """
 
     def __init__(self) -> None:
-        self._messages: BoundedIndex[EarlyMessage] = BoundedIndex(KEPT, KEPT_BYTES, KEPT_S)
+        super().__init__(KEPT, KEPT_BYTES, KEPT_S)
 
-    def __len__(self) -> int:
-        return len(self._messages)
-
-    def add(self, sender: str, message: LoadMessage, payload: bytes, now: float) -> list[EarlyMessage]:
+    def keep(self, sender: str, message: LoadMessage, payload: bytes, now: float) -> list[EarlyMessage]:
         """Keep a message for ``KEPT_S`` seconds. ``payload`` is the notification that it came in. Returns the messages
         that are dropped because they are too old, too many or too large.
         """
         kept = payload if isinstance(message, Completion) else b""
         early = EarlyMessage(sender, message, kept, payload.startswith(PEER_PREFIX))
-        return self._messages.add(early, [message.request_id], now)
-
-    def pop_messages(self, request_id: str) -> list[EarlyMessage]:
-        """Remove and return the messages about this request, in the order in which they came."""
-        return self._messages.drop([request_id])
-
-    @property
-    def expires_at(self) -> float | None:
-        """When the oldest message is too old; None if there is none."""
-        return self._messages.expires_at
-
-    def expire(self, now: float) -> list[EarlyMessage]:
-        """Remove and return the messages that are too old."""
-        return self._messages.expire(now)
+        return self.add(early, [message.request_id], now)

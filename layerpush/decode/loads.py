@@ -168,7 +168,7 @@ class Loads:
             if load is None and isinstance(message, FirstToken):
                 return  # the load is over, so its token is of no use
             if not isinstance(message, Cancelled | PrefixLanded | Queued | Unregistered):
-                self._dropped(self._early.add(sender, message, payload, now), now)
+                self._dropped(self._early.keep(sender, message, payload, now), now)
         elif sender not in load.session.agents:
             text = f"agent {sender} reports on {message.request_id}, which is not registered with it"
             self._peer_errors.count("foreign status", text, now)
@@ -209,7 +209,7 @@ class Loads:
         request_id = load.session.request_id
         for event in events:
             self._handle(request_id, event, now)
-        for early in self._early.pop_messages(request_id) if load.session.agents else ():
+        for early in self._early.drop([request_id]) if load.session.agents else ():
             self.peers.on_message(early.sender, now, speaks_layerpush=early.speaks_layerpush)
             self._on_message(early.sender, early.message, early.payload, now)
 

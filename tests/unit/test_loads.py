@@ -586,7 +586,7 @@ def test_early_messages_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) ->
         world.loads.on_message("p-0", Accepted(f"r{number}"), padded, world.now)
         world.receives(Fail(f"r{number}", 0, "x" * 500, True))
     assert 10 < len(world.loads._early) < 30
-    assert world.loads._early._messages.held_bytes <= 20_000
+    assert world.loads._early.held_bytes <= 20_000
 
 
 def test_the_number_of_early_messages_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
