@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,12 @@ def validation_table(result: Result) -> str:
         rows.append((cell["requests"], f"`{cell['mode']}`", *times))
     said = f"{result['settings']['requests']} requests in each mode, at a load of {result['settings']['load']:g}."
     busy = f"Of the two cores {result['busy_cores'] / 2:.0%} were busy."
+    steps = {"single requests": result["measured"]}
+    for cell in result["cells"]:
+        if "token_s" in cell:
+            steps[f"`{cell['mode']}` under load"] = {**cell, "token_s": fmean(cell["token_s"])}
+    times = [f"{1e3 * at['token_s']:.2f} and {1e3 * at['step_gap_s']:.0f} ms ({who})" for who, at in steps.items()]
+    busy += f" A token of P's steps took, and a gap between two steps: {', '.join(times)}."
     return f"{number_table(headings, rows, 2)}\n\n{said} {busy} {conditions(result, result['settings']['rate'])}"
 
 

@@ -3,7 +3,8 @@
 Two P and two D: vLLM, NIXL and layerpush, with one emulated link between the P and the D. The layers of P take a set
 time (``bench.fleet.timed``), so that neither the two cores nor their caches are measured. First come single requests,
 one at a time. Their traces give the simulation its speeds. Then requests come at random times, in each mode the same
-ones at the same times, to engines and to the simulation.
+ones at the same times, to engines and to the simulation: with the speeds of single requests, and with the times of
+the steps of these.
 """
 
 from __future__ import annotations
@@ -122,9 +123,20 @@ class TwoPairs:
 
 
 @dataclass(frozen=True)
+class DrawnSteps(RankModel):
+    """Each chunk takes the time a token of one measured step, drawn from ``token_times``."""
+
+    token_times: Sequence[float] = ()
+    draw: random.Random = field(default_factory=lambda: random.Random(SEED))
+
+    def seconds(self, start: int, end: int) -> float:
+        return (end - start) * self.draw.choice(self.token_times)
+
+
+@dataclass(frozen=True)
 class EngineSpeeds:
     """Of the engines, in seconds and bytes a second. ``other_s``: of a request, before P's first step and after D's
-    load: HTTP, vLLM's front end and schedulers.
+    load: HTTP, vLLM's front end and schedulers. ``token_times`` of single steps take the place of ``token_s``.
     """
 
     token_s: float
@@ -133,6 +145,24 @@ class EngineSpeeds:
     write_s: float
     decode_s: float
     other_s: float = 0.0
+    token_times: Sequence[float] = ()
+
+    def with_steps_of(self, samples: Sequence[RequestSample]) -> EngineSpeeds:
+        """The times of full steps of one prompt, and the median gap between two of them."""
+        times, gaps = list[float](), list[float]()
+        for each in samples:
+            assert each.push is not None
+            ends = dict[int, float]()
+            for number, _, at, _ in each.push.ready:
+                ends[number] = max(at, ends.get(number, at))
+            chunks = each.push.chunks
+            gaps += [later.t_planned - ends[number] for number, later in enumerate(chunks[1:])]
+            times += [
+                (ends[number] - chunk.t_planned) / STEP_TOKENS
+                for number, chunk in enumerate(chunks)
+                if (chunk.end_block - chunk.start_block) * BLOCK_TOKENS == STEP_TOKENS
+            ]
+        return replace(self, token_times=times, step_gap_s=median(gaps))
 
     def simulate(self, mode: PushMode, turns: Sequence[Arrival], warm_up: float) -> dict[str, list[float]]:
         """Times of the requests and pushes after the warm-up."""
@@ -140,6 +170,8 @@ class EngineSpeeds:
         layer_bytes = SHAPE.kv_bytes_per_token // SHAPE.layers
         times = (self.token_s, 0.0, self.decode_s, kv_tokens, STEP_TOKENS, BLOCK_TOKENS, self.step_gap_s)
         model = RankModel("the engines'", SHAPE.layers, layer_bytes, *times)
+        if self.token_times:
+            model = DrawnSteps(**asdict(model), token_times=self.token_times)
         seconds = turns[-1].at + 1.0
         plan = replace(ENGINES, mode=mode, seconds=seconds, warm_up=warm_up, card=self.link, write_s=self.write_s)
         fleet = Fleet(plan, model, turns)
@@ -283,6 +315,9 @@ def main(
         single = [each for each in alone if each.mode is mode]
         cells.append(cell(mode, "one at a time", single, measured.simulate(mode, *ONE_AT_A_TIME)))
         cells.append(cell(mode, "at random times", later, measured.simulate(mode, turns, WARM_UP_S)))
+        slower = measured.with_steps_of(later)
+        its_steps = cell(mode, "at random times, its steps' times", later, slower.simulate(mode, turns, WARM_UP_S))
+        cells.append({**its_steps, "token_s": slower.token_times, "step_gap_s": slower.step_gap_s})
     result = {
         **about,
         "seconds": round(time.monotonic() - began),

@@ -8,7 +8,7 @@ import pytest
 
 from bench.fleet.arrivals import Arrival
 from bench.fleet.fleet import Fleet
-from bench.fleet.validation import ALONE, ANSWER_TOKENS, MODES, EngineSpeeds, RequestSample, speeds
+from bench.fleet.validation import ALONE, ANSWER_TOKENS, MODES, STEP_TOKENS, EngineSpeeds, RequestSample, speeds
 from bench.servers.load import GreedyAnswer
 from layerpush.core.push_mode import PushMode
 from layerpush.telemetry.trace_file import TraceFile
@@ -30,6 +30,16 @@ def alone(mode: PushMode, patch: pytest.MonkeyPatch) -> list[RequestSample]:
         found.append(RequestSample(0.0, mode, tokens, answer, ended_at, pushes.pop()))
     patch.undo()
     return found
+
+
+def test_the_steps_of_a_run_take_the_place_of_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    slower = replace(KNOWN, token_s=1.0, step_gap_s=1.0).with_steps_of(alone(PushMode.LAYER, monkeypatch))
+    assert len(slower.token_times) == sum(tokens // STEP_TOKENS for tokens in ALONE)
+    assert slower.token_times == pytest.approx([KNOWN.token_s] * len(slower.token_times), rel=0.01)
+    assert slower.step_gap_s == pytest.approx(KNOWN.step_gap_s, rel=0.1)
+    turns = [Arrival(0.0, 1, ALONE[-1], ANSWER_TOKENS, 0)]
+    simulated, wanted = (each.simulate(PushMode.LAYER, turns, 0.0)["ttft_s"] for each in (slower, KNOWN))
+    assert simulated == pytest.approx(wanted, rel=0.01)
 
 
 def test_speeds_of_single_requests_are_those_of_their_engines(monkeypatch: pytest.MonkeyPatch) -> None:
