@@ -95,3 +95,17 @@ def test_the_time_of_a_turn_ends_while_d_returns_it(fleet: Fleet, reference: Ref
     check_computed(handoff, reference, p, len(handoff.token_ids) - shared_tokens(first))
     check_idle_soon(d)
     assert log.serious(d, "Releasing expired") == []
+
+
+@pytest.mark.exhaustive
+def test_d_pauses_for_new_weights_while_it_returns_a_turn(fleet: Fleet, reference: Reference) -> None:
+    """D's cache is reset at once, and D keeps the blocks until its WRITE has ended."""
+    p, d, other, first = answered(fleet, seed=608)
+    handoff, _ = held(p, d, other, first, seed=609)
+    (kept,) = first.params["remote_block_ids"]
+    d.call(probes.pause_generation)
+    all_along(lambda: d.call(probes.owned_blocks, kept) == len(kept), 1.0, "D keeps the blocks")
+    d.call(wirefaults.lift)
+    d.call(probes.resume_generation)
+    check_computed(handoff, reference, p, len(handoff.token_ids) - shared_tokens(first))
+    check_idle_soon(d)
