@@ -613,7 +613,7 @@ def _run(topology: Topology, folder: Path, engines: list[Engine], lines: Lines) 
         d.step()
         prompts.append(Prompt(f"r-{i}-{j}", p, d, d.blocks(f"r-{i}-{j}")))
     step_until(
-        lambda: all(p.registrations >= len(ds) for p in ps) or all(one.over for one in prompts),
+        lambda: all(p.registrations >= sum(one.p is p and not one.failed for one in prompts) for p in ps),
         "registrations on all ranks of P",
     )
     for one in prompts:
@@ -662,12 +662,16 @@ def judge(
     so may all of its blocks if it was refused. ``piece``: P sends pieces of so many tokens, not whole blocks.
     """
     expected, free = before.clone(), torch.zeros(len(before), dtype=torch.bool)
+    if result.mode != "by layer":  # vLLM writes the blocks of a group in all regions, also of other groups
+        own = [block for prompt in prompts for table in prompt.tables for block in table if block]
+        for name in rank.layers:
+            rank.page(name, free)[own] = True
     for name, prompt in product(rank.layers, prompts):
         blocks = prompt.tables[rank.group_of(name)]
         page = rank.page(name, free)
         size = page.shape[1] * page.shape[3]
+        page[[block for block in blocks if block]] = prompt.failed
         if prompt.failed:
-            page[[block for block in blocks if block]] = True
             continue
         rank.write(name, blocks, range(tokens), expected)
         rows = page.shape[3]

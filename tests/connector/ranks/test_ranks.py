@@ -43,7 +43,8 @@ SIDES = st.builds(
     pp=st.sampled_from([1, 1, 2]),
     dp=st.sampled_from([1, 1, 2]),
     block_size=st.sampled_from([32, 32, 64, 96, 128]),
-    layout=st.sampled_from(["LBHNC", "LBHNC", "BLHNC", "LBNHC", "BLNHC"]),
+    layout=st.sampled_from(["LBHNC", "LBHNC", "BLHNC", "LBNHC", "BLNHC", "BHLNC"]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
 )
 
 
@@ -69,12 +70,15 @@ def test_every_byte_of_the_kv(case: Case, folder: Path) -> None:
 def test_any_pair_of_engines_is_right_or_refused(folder: Path, data: st.DataObject) -> None:
     from tests.connector.ranks.rig import run
 
-    p = data.draw(SIDES)
+    p = replace(data.draw(SIDES), layerwise=data.draw(st.sampled_from([True, True, True, False])))
     alike = data.draw(st.booleans())  # two independent sides are mostly refused
-    d = replace(data.draw(SIDES), **({"layout": p.layout, "pp": 1} if alike else {}))
+    d = replace(data.draw(SIDES), **({"layout": p.layout, "dtype": p.dtype, "pp": 1} if alike else {}))
+    d = replace(d, stock=data.draw(st.sampled_from([False, False, True])))  # a stock P that refuses never ends
     if alike and data.draw(st.booleans()):
         d = replace(d, block_size=p.block_size)
     kind = data.draw(st.sampled_from(["full", "window", "mixed", "mla", "indexer", "states", "gdn", "mla-gdn"]))
+    if kind in ("mla", "indexer"):
+        p = replace(p, pcp=data.draw(st.sampled_from([1, 1, 2])))
     if kind in ("mla", "indexer") and p.layout.startswith("B"):
         p, d = replace(p, block_size=16), replace(d, block_size=16)  # vLLM splits no block of such rows
     if kind == "mla-gdn":  # a state does not fit into a smaller block of latents
