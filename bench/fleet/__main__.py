@@ -70,7 +70,7 @@ def main(
 
     - python -m bench.fleet --prefill 50 --decode 50 --seconds 30 --deaths 20
 
-    - python -m bench.fleet --studies load,incast,ratio,scale
+    - python -m bench.fleet --studies load,incast,ratio,scale,deaths
     """
     try:
         wanted = [] if studies is None else names(studies, list(STUDIES))

@@ -82,6 +82,12 @@ def scale_table(result: Result) -> str:
     return number_table(_engines(cells), [(what, *map(show, cells)) for what, show in COSTS.items()])
 
 
+def deaths_table(result: Result) -> str:
+    """The costs of 10, 100 and 1,000 engines of which a tenth die one by one."""
+    cells = result["studies"]["deaths"]
+    return number_table(_engines(cells), [(what, *map(show, cells)) for what, show in OF_DEATHS.items()])
+
+
 def validation_table(result: Result) -> str:
     """Real engines beside the simulation, with the ratio of simulated to real."""
     headings: tuple[str, ...] = ("requests", "mode")
@@ -143,6 +149,20 @@ COSTS: Mapping[str, Callable[[Cell], str]] = {
     "seconds of a handshake, p99": lambda cell: f"{cell['costs'][1]['handshake_s']['p99']:.3f}",
     "probes": _restarted("probes"),
     "requests that failed for good": lambda cell: str(cell["failed"]),
+}
+
+
+OF_DEATHS: Mapping[str, Callable[[Cell], str]] = {
+    "requests": COSTS["requests"],
+    "engines that die": lambda cell: f"{cell['plan']['deaths']:,}",
+    "pushes that fail": lambda cell: f"{cell['pushes'].get('failed', 0):,}",
+    "requests that failed for good": COSTS["requests that failed for good"],
+    "TTFT p50": lambda cell: f"{cell['ttft_s']['p50']:.2f} s",
+    "p99": lambda cell: f"{cell['ttft_s']['p99']:.2f} s",
+    "probes in 24 s": _steady("probes"),
+    "handshakes in 24 s": _steady("handshakes"),
+    "of an engine at once, at most": _steady("most_handshakes_of_an_engine"),
+    "pings and pongs a second": COSTS["of these pings and pongs"],
 }
 
 

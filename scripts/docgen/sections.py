@@ -83,6 +83,7 @@ SECTIONS: Mapping[str, Section] = {
     "fleet-incast": Section((FLEET,), of("fleet.json", fleet.incast_table)),
     "fleet-ratio": Section((FLEET,), of("fleet.json", fleet.ratio_table)),
     "fleet-scale": Section((FLEET,), of("fleet.json", fleet.scale_table)),
+    "fleet-deaths": Section((FLEET,), of("fleet.json", fleet.deaths_table)),
     "fleet-validation": Section((FLEET,), of("validation.json", fleet.validation_table)),
     "estimate-example": Section((ESTIMATE,), lambda _: estimates.example()),
     "estimate-check": Section((ESTIMATE,), estimates.check),
