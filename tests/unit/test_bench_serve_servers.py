@@ -31,7 +31,7 @@ def lineup(
 ) -> Lineup:
     this = plan(lengths=[tokens], answer_tokens=16, loads=[load or Pace()])
     places = (place,) if place else ()
-    return Lineup(model, this, EngineOptions(**options), 256, Path("/work/trace"), *places)
+    return Lineup(model, this, EngineOptions(**options), 256, Path("/traces"), *places)
 
 
 def test_layerpush_modes_share_one_d_and_stock_modes_have_their_own() -> None:
@@ -62,12 +62,12 @@ def test_each_mode_has_its_connector() -> None:
     assert connectors["layer"]["kv_connector_extra_config"] == {
         "layerwise": True,
         "granularity": "layer",
-        "trace_dir": "/work/trace/layer",
+        "trace_dir": "/traces/layer",
     }
     ds = {mode: (spec := this.decode(mode)) and spec.extra_config for mode in ("auto", TOKEN, "push", "pull")}
     assert ds == {
-        "auto": {"trace_dir": "/work/trace/decode", "first_token": "decode"},
-        TOKEN: {"trace_dir": "/work/trace/token-decode", "first_token": "prefill"},
+        "auto": {"trace_dir": "/traces/decode", "first_token": "decode"},
+        TOKEN: {"trace_dir": "/traces/token-decode", "first_token": "prefill"},
         "push": {},
         "pull": {},
     }
