@@ -107,7 +107,7 @@ def test_blocks_cannot_be_copied(fleet: Fleet, reference: Reference, log: LogVie
     check_load_failed(handoff, reference, timeout=engines.GRACE_S)
     p.wait_output(handoff.request_id)
     for host in (p, d):
-        log.check_one(host, handoff.request_id, "could not be gathered: .*scripted")
+        log.check_one(host, handoff.request_id, "could not be gathered: .*an error of the device")
         check_idle_soon(host)
     assert p.call(wirefaults.sent_kinds, handoff.request_id).count("completion") == 0
     check_planned(handoff)
