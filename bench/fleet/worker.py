@@ -134,7 +134,7 @@ class Worker:
 
     def message_arrived(self) -> None:
         """The writer's next poll for notifications finds it."""
-        every = self.rank.writer.notifications_s
+        every = self.rank.writer.poll_s(self.clock.now)
         polls = math.ceil(max(1e-9, self.clock.now - self._last) / every)
         self.turn_in(max(0.0, self._last + polls * every - self.clock.now))
 

@@ -94,11 +94,6 @@ class Loads:
         """Prefill engines that loads are awaited from. Any thread."""
         return {load.address.engine_id for load in list(self._open.values())}
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether notifications may come that must not wait: the writer polls for them more often."""
-        return bool(self._open or self._early or self._outcomes)
-
     def next_due(self, now: float) -> float | None:
         """When ``tick`` has something to do, unless a message or an event comes first; None: not before."""
         times = (

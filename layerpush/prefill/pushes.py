@@ -428,9 +428,9 @@ class Pushes:
         }
 
     @property
-    def awaits_message(self) -> bool:
-        """Whether a push waits for a registration or a handshake."""
-        return bool(self._pushes.awaiting)
+    def awaiting(self) -> int:
+        """The number of pushes that wait for a registration or a handshake."""
+        return len(self._pushes.awaiting)
 
     @property
     def is_draining(self) -> bool:

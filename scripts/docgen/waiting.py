@@ -22,7 +22,7 @@ def table(result: Result) -> str:
     ]
     about = (
         f"Medians of {result['rounds']} samples. The share of Python's lock is the processor time of the writer thread "
-        "in a second in which no message comes; it asks for messages a thousand times. A turn visits every part of the "
+        "in a second in which no message comes. A turn visits every part of the "
         "writer and finds nothing."
     )
     return f"{number_table(headings, rows)}\n\n{about} {conditions(result)}"

@@ -127,7 +127,7 @@ def test_nobody_waits_for_a_kept_turn() -> None:
         world.turn()
         writer = world.prefill.ranks[0].writer
         assert len(writer) == 1
-        assert not writer.awaits_message
+        assert not writer.awaiting
         assert writer.waiting() == writer.computed() == []
         assert writer.is_waiting(world.turns[0][0])
     finally:

@@ -218,11 +218,11 @@ def test_the_writer_polls_for_registrations_while_other_layers_wait(
 ) -> None:
     world, prompt = world_with(10.0, 1e-9, monkeypatch)
     world.registers(prompt)
-    waits: list[bool] = []
+    waits: list[int] = []
 
     def between() -> None:
         world.settle()
-        waits.append(world.writer.awaits_message)
+        waits.append(world.writer.awaiting)
 
     world.step(
         (prompt, TOKENS), (ScriptedRequest("p-2", TOKENS, list(range(20, 28)), PushMode.AUTO), TOKENS), between=between

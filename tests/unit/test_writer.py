@@ -343,7 +343,7 @@ def test_the_writer_sleeps_as_long_as_possible(when: str) -> None:
     if when == "writing":
         world.registers(prompt, decoder)
     world.step((prompt, 8))
-    assert world.writer.awaits_message == (when == "waiting")
+    assert world.writer.awaiting == (when == "waiting")
     assert world.sleep_s == (None if when == "waiting" else WRITE_POLL_S)
     assert world.writer.writes_in_flight("p-1") == (when == "writing")
 
@@ -367,7 +367,7 @@ def test_a_turn_looks_at_no_push_that_only_waits(monkeypatch: pytest.MonkeyPatch
     for _ in range(3):
         world.turn()
         assert world.sleep_s is None
-        assert world.writer.awaits_message
+        assert world.writer.awaiting
         assert not world.writer.is_draining
     assert looks == []
     assert len(world.writer.waiting()) == 50

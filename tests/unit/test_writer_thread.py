@@ -13,7 +13,7 @@ from bench.waiting import WaitingRank as Rank
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.wire import Ping, encode
 from layerpush.decode.load_session import LoadSession
-from layerpush.engine.worker.writer_thread import IDLE_POLL_S, NOTIFICATION_POLL_S
+from layerpush.engine.worker.writer_thread import IDLE_POLL_S, LONGEST_POLL_S, NOTIFICATION_POLL_S
 from layerpush.prefill.push_session import PushSession
 
 WAITING = 50
@@ -61,7 +61,7 @@ def waiting(side: str) -> Rank:
     rank.waits(side, WAITING)
     rank.writer.turn(True)
     assert len(rank.loads) + len(rank.pushes) == WAITING
-    assert rank.writer.notifications_s == NOTIFICATION_POLL_S
+    assert rank.writer.poll_s(time.perf_counter()) == NOTIFICATION_POLL_S
     return rank
 
 
@@ -94,6 +94,32 @@ def test_a_full_turn_looks_at_no_request_that_only_waits(
         "IdleConnections",
     }
     assert touched.sessions == []
+
+
+@pytest.mark.parametrize("news", ["a message", "another load", "a load less"])
+def test_the_longer_nothing_comes_the_less_often_the_writer_asks(news: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = waiting("D")
+    writer, since = rank.writer, time.perf_counter()
+    asks = [writer.poll_s(since + waited_s) for waited_s in (0.01, 0.3, 60.0)]
+    assert asks == pytest.approx([NOTIFICATION_POLL_S, 3e-3, LONGEST_POLL_S], rel=0.1)
+    later = since + 60.0
+    monkeypatch.setattr(time, "perf_counter", lambda: later)
+    writer.turn(True)
+    assert writer.poll_s(later) == LONGEST_POLL_S, "an engine that decodes wakes the writer in every step"
+    if news == "a message":
+        monkeypatch.setattr(writer._inbox, "_notifications", lambda: [("p-9", encode(Ping("E", 1)))])
+    elif news == "another load":
+        rank.waits("D", WAITING + 1)
+    else:
+        rank.loads._open.popitem()
+    writer.turn(True)
+    assert writer.poll_s(later) == NOTIFICATION_POLL_S
+
+
+def test_an_idle_writer_asks_seldom() -> None:
+    rank = Rank()
+    rank.writer.turn(True)
+    assert rank.writer.poll_s(time.perf_counter()) == IDLE_POLL_S
 
 
 def test_the_next_turn_is_due_when_the_first_part_is() -> None:

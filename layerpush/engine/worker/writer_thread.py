@@ -24,10 +24,10 @@ before a step's last; the writer polls for those while it knows the time of a la
 every step.
 
 Nothing wakes the writer for a notification, a WRITE that has landed, a fence that has passed or a deadline: it wakes up
-by itself. It asks NIXL for notifications every millisecond while somebody awaits one, else every 50 ms. For all else
-the objects tell when they are due (``next_due``), and the writer sleeps until the least of these times. If it wakes up
-before, was not woken, and finds no notification, it goes back to sleep and touches nothing. A full turn follows at
-least every 50 ms.
+by itself. While somebody awaits a notification, it asks NIXL for them after a hundredth of the time since the last one
+came or the last wait began, in 1 to 5 ms; else every 50 ms. For all else the objects tell when they are due
+(``next_due``), and the writer sleeps until the least of these times. If it wakes up before, was not woken, and finds no
+notification, it goes back to sleep and touches nothing. A full turn follows at least every 50 ms.
 
 A failed call is logged and ends its push, if it has one. A failed turn ends every push. The thread runs until ``stop``.
 """
@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 NOTIFICATION_POLL_S = 1e-3
+LONGEST_POLL_S = 5e-3
+POLL_SHARE = 0.01
+"""Of the time for which nothing has come: so late may a notification be found."""
 IDLE_POLL_S = 50e-3
 DRAIN_S = 2.0
 THREAD_NAME = "push-writer"
@@ -101,8 +104,10 @@ class WriterThread:
         """When a part has something to do, if nothing wakes the writer before; infinite: never."""
         self._due = 0.0
         """When the next full turn is due."""
-        self.notifications_s = NOTIFICATION_POLL_S
-        """Seconds between two questions to NIXL for notifications."""
+        self._waits = 0
+        """Loads and pushes that await a notification."""
+        self._changed_at = 0.0
+        """When their number changed, or a notification came."""
 
     def run(self) -> None:
         """The loop, until ``stop``. Writer thread."""
@@ -118,7 +123,7 @@ class WriterThread:
                 self._pushes.fail_all(f"{type(error).__name__}: {error}")
                 self._due = time.perf_counter() + NOTIFICATION_POLL_S
             now = time.perf_counter()
-            timeout = max(0.0, min(self._due - now, self.notifications_s))
+            timeout = max(0.0, min(self._due - now, self.poll_s(now)))
             self._lag.turn_ended(now, timeout)
             self._waker.wait(timeout, polls_layers=self._pushes.polls_layers)
 
@@ -151,11 +156,18 @@ class WriterThread:
             part.tick(now)
         if not self._pushes.is_draining:
             self._unreported_aborts.aborts_drained(aborts)
-        awaited = self._loads.is_waiting or self._pushes.awaits_message
-        self.notifications_s = NOTIFICATION_POLL_S if awaited else IDLE_POLL_S
         now = time.perf_counter()
+        waits = len(self._loads) + self._pushes.awaiting
+        if found or waits != self._waits:
+            self._waits, self._changed_at = waits, now
         self.due = self._next_due(now)
         self._due = min(now + IDLE_POLL_S, self.due)
+
+    def poll_s(self, now: float) -> float:
+        """Seconds between two questions to NIXL for notifications."""
+        if not self._waits:
+            return IDLE_POLL_S
+        return min(max(NOTIFICATION_POLL_S, POLL_SHARE * (now - self._changed_at)), LONGEST_POLL_S)
 
     def _take_queued(self) -> None:
         for what, task in self._worker.tasks():

@@ -434,7 +434,8 @@ class DecodeEngine(Process):
         assert not self.queue
         assert len(self.pool.free) == self.pool.size - 1
         assert len(self.open_loads) == 0
-        assert not self.open_loads.is_waiting
+        assert not self.open_loads._early
+        assert not self.open_loads._outcomes
         assert len(self.watch) == 0
 
 
