@@ -7,10 +7,11 @@ import gzip
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.support.http_servers import QuietHandler, serving
 
 
 @dataclass(frozen=True)
@@ -55,23 +56,11 @@ def collector(port: int) -> Iterator[Collector]:
     """Listens on loopback until the block ends."""
     found = Collector(f"http://127.0.0.1:{port}/v1/traces")
 
-    class Handler(BaseHTTPRequestHandler):
+    class SpansHandler(QuietHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.read_body()
             found.take(gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body)
-            self.send_response(200)
-            self.send_header("Content-Type", "application/x-protobuf")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.answer(b"", content_type="application/x-protobuf")
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, name="collector", daemon=True)
-        thread.start()
-        try:
-            yield found
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(SpansHandler, port):
+        yield found

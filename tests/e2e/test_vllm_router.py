@@ -12,12 +12,10 @@ import re
 import shlex
 import signal
 import subprocess
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -51,6 +49,7 @@ from tests.e2e.proxyrig import (
     words,
 )
 from tests.e2e.servedrig import scrape
+from tests.support.http_servers import QuietHandler, serving
 from tests.support.ports import ROUTER_PORTS
 from tests.support.rays import HOST, PORT, Completion, ray_in_place
 
@@ -144,37 +143,24 @@ def post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, str]:
 def refusing(engine: EngineServer, port: int) -> Iterator[str]:
     """The URL of an HTTP server in front of ``engine``. It answers with the status in a request's ``user``."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class RefusingHandler(QuietHandler):
         def do_GET(self) -> None:
-            self.answer(*get(engine.url + self.path))
+            self.pass_on(*get(engine.url + self.path))
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.read_body()
             status = json.loads(body).get("user")
             if status is not None:
-                self.answer(int(status), json.dumps({"error": {"message": "P refuses", "code": int(status)}}))
+                self.pass_on(int(status), json.dumps({"error": {"message": "P refuses", "code": int(status)}}))
                 return
             headers = {name: self.headers[name] for name in ("Content-Type", "X-Request-Id")}
-            self.answer(*post(engine.url + self.path, body, headers))
+            self.pass_on(*post(engine.url + self.path, body, headers))
 
-        def answer(self, status: int, text: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text.encode())))
-            self.end_headers()
-            self.wfile.write(text.encode())
+        def pass_on(self, status: int, text: str) -> None:
+            self.answer(text.encode(), status)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(RefusingHandler, port):
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture(scope="module")

@@ -52,19 +52,13 @@ def call(mode: str, number: int, ttfts_s: Sequence[float], answers: Sequence[str
 
 @dataclass
 class StubClient:
-    """Answers at once. ``answers`` by mode; ``failure`` is raised after ``stop_after`` calls, warm-ups included."""
+    """Answers at once. ``answers`` by mode."""
 
     answers: dict[str, list[str]] = field(default_factory=dict)
-    stop_after: int | None = None
-    failure: BaseException = field(default_factory=KeyboardInterrupt)
-    words: list[list[str]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
     def run(self, words: Sequence[str], name: str, watch: Callable[[], None]) -> dict[str, Any]:
-        if len(self.names) == self.stop_after:
-            raise self.failure
         watch()
-        self.words.append(list(words))
         self.names.append(name)
         requests = int(words[words.index("--num-prompts") + 1])
         mode = words[words.index("--base-url") + 1].removeprefix("http://")

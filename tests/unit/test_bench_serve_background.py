@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import threading
 from collections.abc import Iterator
@@ -12,31 +11,15 @@ from typing import Any
 import pytest
 
 from bench.serve.background import PROMPT_TOKENS, TOKENS, BackgroundError, background
+from tests.support.http_servers import QuietHandler, serving
 
 
-class Engine(http.server.ThreadingHTTPServer):
-    """Streams ``tokens`` tokens for each request; None: as many as the client reads."""
-
-    daemon_threads = True
-
-    def __init__(self, tokens: int | None, status: int) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.tokens, self.status = tokens, status
-        self.asked: list[dict[str, Any]] = []
-        self.left = threading.Semaphore(0)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Engine
-
+class StreamingHandler(QuietHandler):
     def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"data": [{"id": "demo", "max_model_len": 4192}]}).encode())
+        self.answer(json.dumps({"data": [{"id": "demo", "max_model_len": 4192}]}).encode())
 
     def do_POST(self) -> None:
-        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.server.asked.append(json.loads(self.read_body()))
         self.send_response(self.server.status)
         self.end_headers()
         sent = 0
@@ -46,21 +29,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 sent += 1
         self.server.left.release()
 
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @contextlib.contextmanager
-def engine(tokens: int | None = None, status: int = 200) -> Iterator[Engine]:
-    server = Engine(tokens, status)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+def engine(tokens: int | None = None, status: int = 200) -> Iterator[Any]:
+    """Streams ``tokens`` tokens for each request; None: as many as the client reads."""
+    with serving(StreamingHandler) as server:
+        server.tokens, server.status, server.url = tokens, status, f"http://127.0.0.1:{server.server_port}"
+        server.asked, server.left = [], threading.Semaphore(0)
         yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def idle() -> None:

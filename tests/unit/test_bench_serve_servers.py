@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from bench.serve.lineup import Lineup
 from bench.serve.plan import AGGREGATED, MODES, TOKEN, Pace
 from bench.serve.scrape import FIRST_TOKENS, PREFILL, Meter
 from bench.servers.engines import ServerPlace
+from tests.support.http_servers import QuietHandler, serving
 from tests.unit.serve_stubs import plan
 
 MODEL = ServedModel(Path("/models/demo"), Path("/models/words"), 32768, 1000)
@@ -139,24 +138,12 @@ def test_a_model_of_the_user_is_read_from_its_directory(tmp_path: Path) -> None:
 def served(body: Callable[[], str]) -> Iterator[str]:
     """A server that answers each GET with the text of ``body``."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class TextHandler(QuietHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body().encode())
+            self.answer(body().encode())
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with serving(TextHandler) as server:
         yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def metrics(total: float, count: int) -> str:

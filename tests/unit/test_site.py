@@ -8,12 +8,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
+from tests.support.http_servers import QuietHandler, serving
 from tests.support.scripts import made_by
 
 ROOT = Path(__file__).parents[2]
@@ -48,17 +48,15 @@ def chromium() -> Path:
     return made_by("chromium") / "chromium"
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None: ...
+class FilesHandler(QuietHandler, SimpleHTTPRequestHandler):
+    pass
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[str]:
     """The address of ``tmp_path`` on this machine."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path)) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+    with serving(partial(FilesHandler, directory=tmp_path)) as server:
         yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 def too_wide(folder: Path, pages: list[str], url: str, chromium: Path) -> list[str]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import re
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from layerpush.apps.cli import app
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.prefill_identity import PrefillIdentity
 from layerpush.core.request_params import check_params
+from tests.support.http_servers import QuietHandler, serving
 
 ROOT = Path(__file__).parents[3]
 PROXY, PARAMS = (ROOT / "docs" / name for name in ("proxy.md", "kv-transfer-params.md"))
@@ -41,36 +40,22 @@ def test_the_commands_start_a_proxy(command: str, monkeypatch: pytest.MonkeyPatc
     assert settings.prefill[0] == "http://10.0.0.1:8000"
 
 
-class Engine(http.server.BaseHTTPRequestHandler):
+class PrefillHandler(QuietHandler):
     """Answers as P would, and keeps the requests."""
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.seen.append((self.headers["X-Request-Id"], body))
+        self.server.seen.append((self.headers["X-Request-Id"], json.loads(self.read_body())))
         params = PrefillIdentity("prefill-0", "10.0.0.1", 5600, 1).to_decode(
             f"cmpl-{self.headers['X-Request-Id']}-0-suffix"
         )
-        answer = json.dumps({"kv_transfer_params": params}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.answer(json.dumps({"kv_transfer_params": params}).encode())
 
 
 @contextlib.contextmanager
 def engine() -> Iterator[Any]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:
+    with serving(PrefillHandler) as server:
         server.seen = []
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+        yield server
 
 
 @pytest.mark.parametrize("flow", [0, 1], ids=["concurrent", "sequential"])
