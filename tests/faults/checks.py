@@ -100,6 +100,30 @@ def start(p: EngineHost, d: EngineHost, length: int, seed: int, order: Order) ->
     return handoff
 
 
+def hold_midway(p: EngineHost, d: EngineHost, length: int, seed: int) -> Handoff:
+    """A push under way: its WRITEs from one of several layers on stay on the wire."""
+    warm_up(p, d)
+    spoil_writes(p, "early", "hold")
+    handoff = early(p, d, length, seed)
+    run_merged(p, handoff)
+    p.poll_until(wirefaults.held_posts)
+    check_under_way(p)
+    return handoff
+
+
+def pause_midway(
+    p: EngineHost, d: EngineHost, length: int, seed: int, chunks: int = 3, seen: str = "post:merged"
+) -> Handoff:
+    """A push under way: P has computed some chunks and is on hold. ``seen``: an event of a WRITE of several layers."""
+    warm_up(p, d)
+    p.hold()
+    handoff = early(p, d, length, seed)
+    p.add(handoff.to_p())
+    step_merged(p, chunks)
+    p.poll_until(wirefaults.seen, seen)
+    return handoff
+
+
 def check_merged(handoff: Handoff) -> None:
     """Check that several layers of an ended push shared a WRITE."""
     assert handoff.push().has_merged_write

@@ -17,10 +17,9 @@ from tests.faults.checks import (
     check_serves,
     check_under_way,
     early,
+    hold_midway,
+    pause_midway,
     restart,
-    run_merged,
-    spoil_writes,
-    step_merged,
     warm_up,
 )
 from tests.support.waiting import until
@@ -46,12 +45,7 @@ def test_client_disconnects_before_p_has_the_prompt(fleet: Fleet, reference: Ref
 
 def test_client_disconnects_while_p_computes(fleet: Fleet, reference: Reference, log: LogView) -> None:
     p, d = fleet.get(engines.P, engines.D)
-    warm_up(p, d)
-    p.hold()
-    handoff = early(p, d, LENGTH, seed=322)
-    p.add(handoff.to_p())
-    step_merged(p, 3)
-    p.poll_until(wirefaults.seen, "post:merged")
+    handoff = pause_midway(p, d, LENGTH, seed=322)
     d.abort(handoff.request_id)
     check_idle_soon(d)
     p.run()
@@ -69,12 +63,7 @@ def test_client_disconnects_with_writes_in_flight(
 ) -> None:
     """D holds its blocks until the last WRITE into them has ended."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
-    warm_up(p, d)
-    spoil_writes(p, "early", "hold")
-    handoff = early(p, d, LENGTH, seed=324)
-    run_merged(p, handoff)
-    p.poll_until(wirefaults.held_posts)
-    check_under_way(p)
+    handoff = hold_midway(p, d, LENGTH, seed=324)
     blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
     d.abort(handoff.request_id)
     all_along(lambda: d.call(probes.owned_blocks, blocks) == len(blocks), 1.5, "D keeps the blocks")
@@ -115,16 +104,15 @@ def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, merged: bool
     """P lives on, frees the blocks, and serves another D."""
     (p, other) = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     (d,) = fleet.get(engines.D_VICTIM)
-    warm_up(p, d)
-    handoff = early(p, d, LENGTH, seed=328)
     if merged:
-        spoil_writes(p, "early", "hold")
-        run_merged(p, handoff)
+        handoff = hold_midway(p, d, LENGTH, seed=328)
     else:
+        warm_up(p, d)
+        handoff = early(p, d, LENGTH, seed=328)
         p.call(wirefaults.on_posts, "hold")
         p.add(handoff.to_p())
-    p.poll_until(wirefaults.held_posts)
-    check_under_way(p)
+        p.poll_until(wirefaults.held_posts)
+        check_under_way(p)
     d.kill()
     p.call(wirefaults.lift)
     p.wait_output(handoff.request_id)
@@ -140,12 +128,7 @@ def test_d_killed_between_writes(fleet: Fleet, reference: Reference, log: LogVie
     """No WRITE is on the wire when D dies. The next WRITE fails."""
     p, other = fleet.get(engines.P, engines.D)
     (d,) = fleet.get(engines.D_VICTIM)
-    warm_up(p, d)
-    p.hold()
-    handoff = early(p, d, LENGTH, seed=330)
-    p.add(handoff.to_p())
-    step_merged(p, 2)
-    p.poll_until(wirefaults.seen, "landed:merged")
+    handoff = pause_midway(p, d, LENGTH, seed=330, chunks=2, seen="landed:merged")
     until(lambda: p.call(stagingfaults.open_writes) == 0, "no WRITE is on the wire", pause_s=PAUSE_S)
     d.kill()
     p.run()
@@ -178,12 +161,7 @@ def test_d_restarted_mid_transfer(
     """WRITEs to the old D never reach the new D's memory, though its name and port may be the same."""
     (p,) = fleet.get(engines.with_packing(engines.P, packing))
     (d,) = fleet.get(engines.D_VICTIM)
-    warm_up(p, d)
-    spoil_writes(p, "early", "hold")
-    lost = early(p, d, LENGTH, seed=335)
-    run_merged(p, lost)
-    p.poll_until(wirefaults.held_posts)
-    check_under_way(p)
+    lost = hold_midway(p, d, LENGTH, seed=335)
     successor = restart(fleet, d, same_id=same_id)
     handoff = early(p, successor, LENGTH, seed=336)
     p.call(wirefaults.lift)

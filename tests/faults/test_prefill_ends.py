@@ -21,6 +21,8 @@ from tests.faults.checks import (
     check_under_way,
     described,
     early,
+    hold_midway,
+    pause_midway,
     restart,
     run_merged,
     spoil_writes,
@@ -40,12 +42,7 @@ MOMENTS = {
 def test_aborted_on_p(fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec) -> None:
     """D's load fails at once. D's policy decides about the request."""
     p, d = fleet.get(engines.P, d_spec)
-    warm_up(p, d)
-    p.hold()
-    handoff = early(p, d, LENGTH, seed=300)
-    p.add(handoff.to_p())
-    step_merged(p, 3)
-    p.poll_until(wirefaults.seen, "post:merged")
+    handoff = pause_midway(p, d, LENGTH, seed=300)
     p.abort(handoff.request_id)
     p.run()
     check_load_failed(handoff, reference, timeout=engines.GRACE_S)
@@ -177,12 +174,7 @@ def test_p_restarted_while_d_waits(fleet: Fleet, reference: Reference, log: LogV
 def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing) -> None:
     """P freezes with WRITEs on the wire. D parks the blocks, goes on without them, and gets them back later."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
-    warm_up(p, d)
-    spoil_writes(p, "early", "hold")
-    handoff = early(p, d, LENGTH, seed=312)
-    run_merged(p, handoff)
-    p.poll_until(wirefaults.held_posts)
-    check_under_way(p)
+    handoff = hold_midway(p, d, LENGTH, seed=312)
     blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
     p.pause()
     check_load_failed(handoff, reference, timeout=3 * engines.PEER_TIMEOUT_S + engines.GRACE_S)

@@ -11,11 +11,8 @@ from tests.faults.checks import (
     check_load_failed,
     check_merged,
     check_serves,
-    early,
-    run_merged,
-    spoil_writes,
-    step_merged,
-    warm_up,
+    hold_midway,
+    pause_midway,
 )
 
 LENGTH = 1000
@@ -26,11 +23,7 @@ def test_p_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """P ends in spite of WRITEs that do not end. D goes on without them."""
     (p,) = fleet.get(engines.P_VICTIM)
     (d,) = fleet.get(engines.D)
-    warm_up(p, d)
-    spoil_writes(p, "early", "hold")
-    handoff = early(p, d, LENGTH, seed=390)
-    run_merged(p, handoff)
-    p.poll_until(wirefaults.held_posts)
+    handoff = hold_midway(p, d, LENGTH, seed=390)
     p.begin_stop()
     assert p.wait_ended(EXIT_S) == 0
     check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
@@ -43,12 +36,7 @@ def test_p_shuts_down_while_it_computes(fleet: Fleet, reference: Reference, log:
     """No WRITE delays P's end."""
     (p,) = fleet.get(engines.P_VICTIM)
     (d,) = fleet.get(engines.D_FAIL)
-    warm_up(p, d)
-    p.hold()
-    handoff = early(p, d, LENGTH, seed=392)
-    p.add(handoff.to_p())
-    step_merged(p, 3)
-    p.poll_until(wirefaults.seen, "post:merged")
+    handoff = pause_midway(p, d, LENGTH, seed=392)
     p.begin_stop()
     assert p.wait_ended(EXIT_S) == 0
     check_load_failed(handoff, reference, timeout=EXIT_S)
@@ -60,11 +48,7 @@ def test_d_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """P frees D's blocks and serves another D."""
     p, other = fleet.get(engines.P, engines.D)
     (d,) = fleet.get(engines.D_VICTIM)
-    warm_up(p, d)
-    spoil_writes(p, "early", "hold")
-    handoff = early(p, d, LENGTH, seed=393)
-    run_merged(p, handoff)
-    p.poll_until(wirefaults.held_posts)
+    handoff = hold_midway(p, d, LENGTH, seed=393)
     d.begin_stop()
     assert d.wait_ended(EXIT_S) == 0
     p.call(wirefaults.lift)
