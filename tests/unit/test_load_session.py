@@ -54,41 +54,6 @@ def _wait_for_a_token_beyond_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_session, "TOKEN_WAIT_S", TOKEN_WAIT_S)
 
 
-def waiting(*agents: str) -> LoadSession:
-    """A load that was registered with these agents at time 0."""
-    session = LoadSession("d-1", PATIENCE_S)
-    assert session.handle(Registered(frozenset(agents)), 0.0) == []
-    return session
-
-
-def complete(*events: Event) -> LoadSession:
-    """A load whose only agent has sent these events, and then its completion, at time 10."""
-    session = waiting("A")
-    for event in events:
-        assert session.handle(event, 5.0) == []
-    assert session.handle(AgentCompleted("A", 1), 10.0) == []
-    assert session.state is State.LOADED
-    return session
-
-
-def test_the_wait_for_a_promised_token_is_bounded() -> None:
-    assert complete(TokenPromised("A")).handle(TokenArrived("A", 7), 14.9) == [ReportLoaded(7)]
-    session = complete(TokenPromised("A"))
-    assert session.next_due(11.0) == 15.0
-    assert session.handle(Tick(), 14.9) == []
-    assert session.handle(Tick(), 15.0) == [ReportLoaded("late")]
-
-
-def test_a_timed_out_load_parks_its_blocks_until_every_rank_has_ended() -> None:
-    session = waiting("A", "B")
-    assert session.handle(TimedOut("why"), 10.0) == [SendCancel(("A", "B"))]
-    assert session.handle(Tick(), 14.5) == [SendCancel(("A", "B"))]
-    assert session.handle(Tick(), 15.0) == [Park("why")]
-    assert session.handle(Tick(), 16.5) == [SendCancel(("A", "B"))]
-    assert session.handle(AgentCancelled("A"), 17.0) == []
-    assert session.handle(AgentCompleted("B", 2), 600.0) == [Clear()]
-
-
 def test_a_registration_needs_an_agent() -> None:
     with pytest.raises(IllegalTransitionError, match="d-1: registered with nobody"):
         LoadSession("d-1", PATIENCE_S).handle(Registered(frozenset()), 0.0)

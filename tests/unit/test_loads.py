@@ -732,15 +732,6 @@ def test_an_agent_that_speaks_layerpush_gets_pings_and_another_gets_empty_heartb
     assert world.watch.lost_agents == ["p-0"]
 
 
-def test_an_agent_is_lost_if_a_cancel_to_it_fails() -> None:
-    world = World()
-    world.awaiting("p-0")
-    world.mail.lost = {"p-0"}
-    world.loads.abort("r", "aborted", world.now)
-    assert world.watch.lost_agents == ["p-0"]
-    assert world.reports == []
-
-
 def test_every_message_of_an_agent_reaches_the_watch() -> None:
     world = World(ranks=3)
     world.awaiting()
@@ -899,37 +890,6 @@ def dies_a_little(world: World) -> None:
         world.probe.answer(Verdict.ENDED, world.now)
 
 
-def test_messages_sent_before_a_death_do_not_keep_the_agent_alive() -> None:
-    """A send fails, we connect anew, and only then read its last messages. No further send to it can fail."""
-    world = World(scripted=False)
-    world.awaiting("p-0")
-    world.mail.lost = {"p-0"}
-    world.network.listening["P"] = ("p-new",)
-    world.awaits("s")
-    assert world.network.connected == {"P": ("p-new",)}
-    world.receives(None, "p-0")
-    for _ in range(60):
-        world.receives(None, "p-new")
-        dies_a_little(world)
-    assert world.engine.reports == [("failed", "r")]
-
-
-def test_a_connection_to_the_successor_of_a_dead_agent_does_not_keep_it_alive() -> None:
-    """It died between the probe that found it alive and the handshake."""
-    world = World(scripted=False)
-    world.awaiting("p-0")
-    world.mail.lost = {"p-0"}
-    world.network.listening["P"] = ("p-new",)
-    while not world.probe.asked:
-        world.tick(0.25)
-    world.probe.answer(Verdict.ALIVE, world.now)
-    world.tick()
-    assert world.network.connected == {"P": ("p-new",)}
-    for _ in range(60):
-        dies_a_little(world)
-    assert world.reports == ["failed"]
-
-
 def test_a_probe_names_the_registered_rank_even_without_a_connection() -> None:
     """Another rank's answer would not name the agent: the agent would count as dead while it writes."""
     world = World(ranks=2)
@@ -1008,35 +968,6 @@ def test_a_reconnection_by_a_registration_is_reported_to_the_watch() -> None:
     assert world.watch.reconnections == [("p-0",)]
 
 
-def test_a_probe_uses_the_address_of_a_connection_made_by_vllm() -> None:
-    """vLLM connected the engine for a heartbeat, before the first registration. That request names another address:
-    there a living process seems dead, or a dead one never ends.
-    """
-    world = World()
-    world.network.connect(P, *world.agents)
-    world.loads.register(registration("mistaken"), Address("P", "192.0.2.1", 1, 1), EXTRA, world.now)
-    world.awaiting("p-0")
-    for _ in range(2):
-        world.orders(liveness.StartProbe("P", "p-0"))
-        assert world.probe.answer(Verdict.ENDED, world.now).address == P
-
-
-def test_a_reconnection_uses_the_address_of_the_last_successful_handshake() -> None:
-    """A request that has not been registered yet may name any address."""
-    world = World()
-    nowhere = Address("P", "10.6.6.6", 1, tp_size=1, notify_only=True)
-    world.network.listening = {}
-    world.loads.register(registration("mistaken"), nowhere, EXTRA, world.now)
-    world.network.reject("P", OSError("no route"))
-    world.settle()
-    world.network.listening = {"P": world.agents}
-    world.awaiting("p-0")
-    assert world.network.handshakes == [nowhere, P]
-    world.network.listening = {}
-    world.orders(liveness.Reconnect("P"))
-    assert world.network.handshakes == [nowhere, P, P]
-
-
 @pytest.mark.parametrize(("ranks", "lost"), [(1, ["p-0"]), (2, [])])
 def test_a_connection_lost_elsewhere_is_evidence_only_against_a_lone_agent(ranks: int, lost: list[str]) -> None:
     world = World(ranks)
@@ -1044,19 +975,6 @@ def test_a_connection_lost_elsewhere_is_evidence_only_against_a_lone_agent(ranks
     world.connections.on_lost(world.agents, world.now)
     assert world.watch.lost_agents == lost
     assert world.watch.cut_agents == list(world.agents)
-
-
-@pytest.mark.parametrize(("ranks", "reports"), [(1, ["failed"]), (2, ["parked", "failed"])])
-def test_a_death_is_found_although_the_connection_was_dropped_elsewhere(ranks: int, reports: list[str]) -> None:
-    """A lone rank must be the one that died; of two it may be either. No send of ours will fail any more."""
-    world = World(ranks, scripted=False)
-    world.awaiting(*world.agents)
-    world.connections.on_lost(world.agents, world.now)
-    world.connections.forget("P")
-    world.network.listening = {}
-    for _ in range(int(4 * 3 * PATIENCE_S)):
-        dies_a_little(world)
-    assert world.reports == reports
 
 
 def test_a_request_id_with_parked_blocks_is_not_registered_again() -> None:
