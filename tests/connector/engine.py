@@ -29,6 +29,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity
 from tests.connector.runners import Runner, V1Runner
 from tests.support.totals import Totals
 
@@ -151,8 +152,7 @@ class Engine:
 
     def prefill(self, request_id: str, tokens: int, mode: str | None = None, first: int = 3) -> Request:
         chosen = {} if mode is None else {"layerpush_mode": mode}
-        params = {"do_remote_decode": True, "do_remote_prefill": False, **chosen}
-        return self.add(request_id, tokens, params, first=first)
+        return self.add(request_id, tokens, {**TO_PREFILL, **chosen}, first=first)
 
     def decode_from(
         self,
@@ -165,17 +165,8 @@ class Engine:
         first: int = 3,
     ) -> Request:
         """The router gives P's request id as ``prefill_id``, and the number of P's ranks as ``ranks``."""
-        params = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": producer.engine_id,
-            "remote_host": "127.0.0.1",
-            "remote_port": producer.port,
-            "tp_size": ranks,
-            "pp_size": 1,
-            "remote_request_id": prefill_id or request_id,
-        }
-        return self.add(request_id, tokens, params, max_tokens, first)
+        identity = PrefillIdentity(producer.engine_id, "127.0.0.1", producer.port, ranks)
+        return self.add(request_id, tokens, identity.to_decode(prefill_id or request_id), max_tokens, first)
 
     def blocks(self, request_id: str) -> list[int]:
         return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])

@@ -20,6 +20,7 @@ from layerpush.compat.metadata import ABORTED, LoadCancelled, PushDeclined
 from layerpush.compat.push_scheduler import VllmPushScheduler
 from layerpush.compat.worker_report import TurnEnded, WorkerReport
 from layerpush.core.load_news import LoadCleared, LoadKept, LoadParked, LoadToken
+from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity
 from layerpush.core.request_names import Arrived
 from layerpush.core.wire import PROTOCOL_VERSION
 from layerpush.engine.scheduler.scheduler import LayerwisePushScheduler
@@ -115,10 +116,7 @@ class Decode:
         return self.requests[request_id]
 
     def decode(self, request_id: str, tokens: int = TOKENS, priority: int = 0) -> Any:
-        params = {
-            "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "p", "remote_host": "127.0.0.1",
-            "remote_port": 1, "tp_size": 1, "pp_size": 1, "remote_request_id": f"{request_id}-on-p",
-        }  # fmt: skip
+        params = PrefillIdentity("p", "127.0.0.1", 1, 1).to_decode(f"{request_id}-on-p")
         return self.add(request_id, list(range(3, 3 + tokens)), params, priority=priority)
 
     def step(
@@ -484,8 +482,7 @@ def test_p_and_d_compute_the_same_prompt_digest(decode: Build, monkeypatch: pyte
         digests[length] = registration["prompt_digest"]
     assert len(set(digests.values())) == len(asked)
     for length, digest in digests.items():
-        params = {"do_remote_decode": True, "do_remote_prefill": False}
-        p.add(f"r{length}", list(range(3, 3 + length)), params, max_tokens=1)
+        p.add(f"r{length}", list(range(3, 3 + length)), dict(TO_PREFILL), max_tokens=1)
         p.step()
         assert p.news(Arrived) == [Arrived(f"r{length}", None, digest)]
     p.step()
@@ -498,8 +495,7 @@ def test_a_paused_p_reports_its_queued_requests(decode: Build) -> None:
 
     p = decode(role="kv_producer")
     p.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"}
-    p.add("r", list(range(3, 103)), params, max_tokens=1)
+    p.add("r", list(range(3, 103)), {**TO_PREFILL, "transfer_id": "t"}, max_tokens=1)
     assert p.scheduler.has_requests(), "the engine steps once more"
     assert p.step().num_scheduled_tokens == {}
     assert [(each.request_id, each.transfer_id) for each in p.news(Arrived)] == [("r", "t")]
@@ -552,7 +548,7 @@ def test_p_keeps_all_blocks_that_the_last_token_attends_to(
 ) -> None:
     """vLLM drops blocks that the next token does not need. D has registered them for the last token."""
     p = decode(role="kv_producer", attention=attention)
-    p.add("r", list(range(3, 3 + tokens)), {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1)
+    p.add("r", list(range(3, 3 + tokens)), dict(TO_PREFILL), max_tokens=1)
     p.step()
     p.step()
     end = -(-tokens // BLOCK_SIZE)
@@ -567,7 +563,7 @@ def test_p_keeps_all_blocks_that_the_last_token_attends_to(
 
 def test_an_abort_frees_the_last_windows_blocks_on_p(decode: Build) -> None:
     p = decode(role="kv_producer", attention="chunk")
-    p.add("r", list(range(3, 259)), {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=2)
+    p.add("r", list(range(3, 259)), dict(TO_PREFILL), max_tokens=2)
     p.step()
     assert len(p.scheduler.connector.connector_scheduler.last_windows) == 1
     p.abort("r")

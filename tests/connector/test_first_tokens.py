@@ -17,6 +17,7 @@ import pytest
 from layerpush.compat.worker_report import WorkerReport
 from layerpush.core.first_token import Missing
 from layerpush.core.load_news import LoadToken
+from layerpush.core.prefill_identity import PrefillIdentity
 from tests.connector.conftest import PORTS
 from tests.connector.engine import BLOCK_SIZE, BLOCKS, cache_config, config_of
 
@@ -136,10 +137,7 @@ class Decode:
 
         from tests.connector.engine import block_hasher
 
-        params = {
-            "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "p", "remote_host": "127.0.0.1",
-            "remote_port": 1, "tp_size": 1, "pp_size": 1, "remote_request_id": f"{request_id}-on-p",
-        }  # fmt: skip
+        params = PrefillIdentity("p", "127.0.0.1", 1, 1).to_decode(f"{request_id}-on-p")
         extra = {"kv_transfer_params": params} if from_p else None
         chosen: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "extra_args": extra, **sampling}
         sampling_params = SamplingParams(**chosen)

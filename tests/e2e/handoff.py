@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity
 from tests.e2e import probes
 from tests.e2e.enginehost import MAX_TOKENS, EngineHost, Request
 from tests.e2e.enginespec import PREFILL_TOKENS_PER_STEP
@@ -39,7 +40,7 @@ class Handoff:
     """The mode in P's request."""
 
     def to_p(self) -> Request:
-        params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+        params: dict[str, Any] = dict(TO_PREFILL)
         if self.mode is not None:
             params["layerpush_mode"] = self.mode
         return Request(self.request_id, self.token_ids, params, max_tokens=1)
@@ -47,16 +48,8 @@ class Handoff:
     def to_d(self, params: dict[str, Any] | None = None) -> Request:
         """D's request: with P's returned params (sequential dispatch), or with those that a proxy knows in advance."""
         if params is None:
-            params = {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "remote_engine_id": self.p.engine_id,
-                "remote_host": "127.0.0.1",
-                "remote_port": self.p.port,
-                "remote_request_id": self.request_id,
-                "tp_size": self.p.spec.ranks,
-                "pp_size": 1,
-            }
+            identity = PrefillIdentity(self.p.engine_id, "127.0.0.1", self.p.port, self.p.spec.ranks)
+            params = identity.to_decode(self.request_id)
         return Request(self.request_id, self.token_ids, params, self.max_tokens)
 
     def await_registration(self) -> None:

@@ -53,6 +53,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from bench.servers.model import ModelShape
 from layerpush.compat import pieces
+from layerpush.core.prefill_identity import PrefillIdentity
 from layerpush.telemetry.metrics.catalog import VERIFIED_PARTS
 from layerpush.telemetry.metrics.recorder import Recorder
 from tests.connector.conftest import PORTS
@@ -447,16 +448,7 @@ class Engine:
 
     def params_from(self, p: Engine, request_id: str) -> dict[str, Any]:
         """The ``kv_transfer_params`` of D's request, as a router gives them."""
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": p.engine_id,
-            "remote_host": "127.0.0.1",
-            "remote_port": p.port,
-            "remote_request_id": request_id,
-            "tp_size": p.side.tp,
-            "pp_size": p.side.pp,
-        }
+        return PrefillIdentity(p.engine_id, "127.0.0.1", p.port, p.side.tp, p.side.pp).to_decode(request_id)
 
     @property
     def registrations(self) -> int:

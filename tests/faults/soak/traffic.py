@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from layerpush.core.prefill_identity import TO_PREFILL
+from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity
 from tests.e2e.enginehost import Request
 from tests.e2e.models import VOCABULARY
 from tests.e2e.results import Finished
@@ -172,16 +172,8 @@ class Traffic:
 
     def _params_for_d(self, request: SoakRequest, p: EngineSlot) -> dict[str, Any]:
         """The parameters that a router knows in advance."""
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": p.engine.engine_id,
-            "remote_host": "127.0.0.1",
-            "remote_port": p.engine.port,
-            "remote_request_id": request.request_id,
-            "tp_size": p.engine.spec.ranks,
-            "pp_size": 1,
-        }
+        identity = PrefillIdentity(p.engine.engine_id, "127.0.0.1", p.engine.port, p.engine.spec.ranks)
+        return identity.to_decode(request.request_id)
 
     # A request's own faults
 
