@@ -17,7 +17,7 @@ from layerpush.transport import cuda
 from layerpush.transport.base import TransportError
 from layerpush.transport.nixl import NixlTransport
 from layerpush.transport.peers import Address
-from tests.connector.engine import LAYERS, NAMES, CallingThreads, Engine, holds_prompt
+from tests.connector.engine import LAYERS, CallingThreads, Engine, holds_prompt
 from tests.support.cudart import FakeRuntime
 from tests.support.waiting import until
 
@@ -122,19 +122,6 @@ def test_p_reports_a_push_as_sent_only_after_the_request_has_finished(engine: Bu
     until(d.worker.connector_worker._pending_completion_notifs.qsize)
     assert p.sent == []
     ends_well(p, d)
-
-
-@pytest.mark.parametrize("hooks", [[], NAMES[1:2]], ids=["no hook", "one hook"])
-def test_layers_that_no_hook_reported_are_swept(engine: Build, hooks: list[str]) -> None:
-    p, d = engine("kv_producer"), engine("kv_consumer")
-    blocks = asks_first(p, d)
-    p.prefill("r-1", TOKENS)
-    for _ in range(STEPS):
-        p.step(hooks=hooks)
-    ends_well(p, d)
-    assert holds_prompt(d, blocks, TOKENS)
-    counters = p.totals
-    assert (counters.hooked_layers, counters.swept_layers) == (STEPS * len(hooks), STEPS * (LAYERS - len(hooks)))
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])

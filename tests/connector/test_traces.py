@@ -73,34 +73,6 @@ def test_both_sides_record_a_push_and_its_load(traced: tuple[Engine, Engine, Cal
     assert {event["name"] for event in events if event["ph"] == "s"} == {"registration", "completion"}
 
 
-def test_a_whole_push(traced: tuple[Engine, Engine, Callable[[], TraceSet]]) -> None:
-    p, d, read = traced
-    p.prefill("r-1", TOKENS)
-    run(p, STEPS)
-    step_until(p, done=p.pushes.waiting)
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    ends_well(p, d)
-
-    (request,) = read().requests
-    (push,), (load,) = request.pushes, request.loads
-    assert (push.mode, load.outcome) == ("request", "completed")
-    assert push.t_last_ready < push.t_registered < push.writes[0].t_post
-    assert push.writes[0].t_post < load.t_settled
-    assert break_down(request).parts["prefill"] == 0.0, "prefill was over before D registered"
-
-
-def test_an_abort_on_d_records_a_cancelled_load(traced: tuple[Engine, Engine, Callable[[], TraceSet]]) -> None:
-    p, d, read = traced
-    asks_first(p, d)
-    d.abort("r-1")
-    step_until(p, d, done=lambda: len(d.worker.connector_worker.loads) == 0 and "r-1" in d.failed)
-
-    (request,) = read().requests
-    (load,) = request.loads
-    assert (load.outcome, load.t_parked, request.pushes) == ("cancelled", None, [])
-
-
 @pytest.mark.parametrize(
     "configured", [{}, {"granularity": "layer"}, {"granularity": "chunk"}, {"layerwise": False}], ids=str
 )

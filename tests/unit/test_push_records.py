@@ -51,17 +51,6 @@ def test_a_registration_after_prefill_is_recorded() -> None:
     assert before <= (record.t_registered or 0.0)
 
 
-def test_a_registration_found_at_the_end_of_prefill_is_recorded() -> None:
-    world, prompt = ScriptedWorld(), prompt_of(tokens=8)
-    wanted = world.asks(prompt, world.decoder())
-    world.step((prompt, 8))
-    world.send(wanted)
-    world.finish(prompt)
-    world.settle()
-    (record,) = world.trace.records
-    assert record.t_registered is not None
-
-
 def test_a_push_without_a_registration_is_recorded() -> None:
     world, prompt = ScriptedWorld(), prompt_of(tokens=8)
     world.decoder()

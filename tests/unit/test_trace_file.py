@@ -22,7 +22,7 @@ from layerpush.apps.tracing.folder import read_folders
 from layerpush.core.config import ConfigError
 from layerpush.telemetry import trace_file, trace_records
 from layerpush.telemetry.trace_file import TraceFile
-from layerpush.telemetry.trace_records import ChunkRecord, LoadRecord, ProcessRecord, PushRecord, WriteRecord
+from layerpush.telemetry.trace_records import ChunkRecord, ProcessRecord, PushRecord, WriteRecord
 from tests.support import waiting
 
 ROOT = Path(__file__).parents[2]
@@ -254,17 +254,6 @@ def test_a_dead_thread_is_logged_and_later_records_count_as_dropped(
     assert [line.message for line in caplog.records if "has died" in line.message] != []
     file.close()
     assert "lacks 4 records" in caplog.records[-1].message
-
-
-def test_a_load_has_a_line_of_its_own(tmp_path: Path) -> None:
-    file = TraceFile(str(tmp_path), "eng", 0)
-    load = LoadRecord(request_id="d-1", engine_id="eng", prefill_engine_id="P", t_awaited=1.0)
-    load.settle("failed", "P is gone", 2.0)
-    file.write_record(load)
-    file.close()
-    _, line = lines(tmp_path)
-    assert (line["kind"], line["request_id"], line["outcome"], line["reason"]) == ("load", "d-1", "failed", "P is gone")
-    assert (line["t_awaited"], line["t_settled"], line["t_reported"]) == (1.0, 2.0, None)
 
 
 def test_a_restart_keeps_the_writes_and_clears_the_ready_rows() -> None:

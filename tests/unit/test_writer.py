@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from layerpush.core.layout import CacheLayout, LayerSlots
@@ -12,7 +10,6 @@ from layerpush.core.step_plan import StepPlan
 from layerpush.prefill.layer_interval import LONGEST_S, LayerInterval
 from layerpush.prefill.push import Identity, Push
 from layerpush.prefill.push_protocol import Planned
-from layerpush.prefill.push_session import PushSession
 from layerpush.prefill.pushes import WRITE_POLL_S
 from layerpush.prefill.unhooked_layers import UnhookedLayers
 from layerpush.transport.link import Link
@@ -349,28 +346,6 @@ def test_the_writer_sleeps_as_long_as_possible(when: str) -> None:
 
 
 # The cost of a turn.
-
-
-def test_a_turn_looks_at_no_push_that_only_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy D registers late, and P's writer turns a thousand times a second until it does."""
-    world, looks = ScriptedWorld(), list[str]()
-    for number in range(50):
-        world.writer._open(f"p-{number}", whole=False)
-
-    class Watched(PushSession):
-        def __getattribute__(self, name: str) -> Any:
-            looks.append(name)
-            return super().__getattribute__(name)
-
-    for push in world.writer._pushes.values():
-        monkeypatch.setattr(push.session, "__class__", Watched)
-    for _ in range(3):
-        world.turn()
-        assert world.sleep_s is None
-        assert world.writer.awaiting
-        assert not world.writer.is_draining
-    assert looks == []
-    assert len(world.writer.waiting()) == 50
 
 
 @pytest.mark.parametrize("first", [0, 1])
