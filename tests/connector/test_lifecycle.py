@@ -292,19 +292,6 @@ def test_a_request_that_ends_by_a_step_taken_back_is_not_pushed(engine: Build) -
     assert gives_everything_back(p)
 
 
-def test_a_cached_prefix_is_sent_before_the_step_computes_a_layer(engine: Build) -> None:
-    p, d = engine("kv_producer", {"granularity": "layer"}, enable_prefix_caching=True), engine("kv_consumer")
-    p.prefill("r-0", TOKENS)
-    run(p, STEPS)
-    blocks = asks_first(p, d)
-    p.prefill("r-1", TOKENS)
-    output = p.step(between=lambda _: until(lambda: p.totals.writes > 0))
-    cached, rest = output.kv_connector_metadata.step_plan.chunks
-    assert (cached.cached, cached.end, rest.cached, rest.start) == (True, 192, False, 192)
-    step_until(p, d, done=lambda: "r-1" in d.received)
-    assert holds_prompt(d, blocks, TOKENS)
-
-
 def test_a_prefix_that_the_step_itself_computes_waits_for_its_layers(engine: Build) -> None:
     """vLLM's scheduler counts a block as cached once it has planned the step that fills the block."""
     options = {"enable_prefix_caching": True, "max_num_batched_tokens": 512}

@@ -168,22 +168,6 @@ def test_faults_and_landings_depend_on_the_seed_only() -> None:
     assert flat != sorted(flat, key=int)
 
 
-def test_an_endpoint_dies_at_a_scripted_moment() -> None:
-    pair = Pair(Faults(hold_writes={0: 9}, at={("poll", 2): lambda fabric: fabric.kill("D")}))
-    handle = pair.post()
-    assert [pair.p.poll(handle) for _ in range(2)] == [WriteState.PENDING] * 2
-    landed = pair.landed()
-    for _ in range(2):
-        with pytest.raises(PeerLostError):
-            pair.p.poll(handle)
-    with pytest.raises(PeerLostError):
-        pair.post()
-    with pytest.raises(PeerLostError):
-        pair.p.notify("D", b"x")
-    pair.p.release(handle)
-    assert pair.landed() == landed
-
-
 def test_a_dead_endpoint_makes_no_calls() -> None:
     pair = Pair()
     handle = pair.post()
@@ -219,25 +203,6 @@ def test_only_bytes_of_a_dead_endpoint_land_when_their_target_polls() -> None:
     for _ in range(20):
         pair.d.notifications()
     assert pair.landed() == set(range(8))
-
-
-def test_a_write_to_a_frozen_peer_lands_after_the_thaw() -> None:
-    pair = Pair(Faults(at={("post", 0): lambda fabric: fabric.freeze("D")}))
-    handle = pair.post()
-    assert {pair.p.poll(handle) for _ in range(100)} == {WriteState.PENDING}
-    assert pair.landed() == set()
-    pair.fabric.thaw("D")
-    polls_until_landed(pair.p, handle)
-
-
-def test_the_fabric_records_every_posted_write() -> None:
-    pair = Pair(Faults(fail_posts={0}))
-    with pytest.raises(TransportError):
-        pair.post()
-    polls_until_landed(pair.p, pair.post(ALL[:2], ALL[4:6]))
-    (write,) = pair.fabric.writes
-    assert (write.route, write.local.tolist(), write.remote.tolist()) == (ROUTE, [0, 1], [4, 5])
-    assert write.state is WriteState.LANDED
 
 
 def test_pieces_must_be_views_of_flat_bytes() -> None:

@@ -28,11 +28,12 @@ class Wakes:
 
 @dataclass
 class SlowFence:
+    device: SlowDevice
     open: bool = False
     recycled: int = 0
 
     def passed(self) -> bool:
-        return self.open
+        return self.open or self.device.done
 
     def recycle(self) -> None:
         self.recycled += 1
@@ -40,12 +41,13 @@ class SlowFence:
 
 @dataclass
 class SlowDevice:
-    """Fences that pass when the test says so."""
+    """Fences that pass when the test says so: one by one, or all once it is ``done``."""
 
+    done: bool = False
     fences: list[SlowFence] = field(default_factory=list)
 
     def record(self) -> SlowFence:
-        self.fences.append(SlowFence())
+        self.fences.append(SlowFence(self))
         return self.fences[-1]
 
 

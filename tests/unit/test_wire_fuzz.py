@@ -253,6 +253,7 @@ def test_messages_of_vllm_survive_a_round_trip(sent: Completion | Heartbeat) -> 
 @example(PEER_PREFIX, b"\x81\xa4kind\xa3a\nb")
 @example(PEER_PREFIX, b"\x82\xa4kind\xa4ping\xa4kind\xa4pong")
 @example(PEER_PREFIX, b"\x81\xa4kind\xa3\xed\xa0\x80")
+@example(REGISTRATION_PREFIX, b"\x81\xaarequest_id\xa3\xed\xa0\x80")
 @example(PEER_PREFIX, b"\x81\xa1x" + b"\x91" * 100_000)
 @example(REGISTRATION_PREFIX, b"\x81\xa1x" + b"\x91" * 100_000)
 @example(REGISTRATION_PREFIX, b"\xdf\xff\xff\xff\xff")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -13,31 +13,9 @@ from layerpush.telemetry.metrics.catalog import REWOUND_PUSHES
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from tests.unit.both_sides.scripted import ScriptedRequest, ScriptedWorld
+from tests.unit.test_step_events import SlowDevice
 
 TOKENS = 22
-
-
-@dataclass
-class SlowFence:
-    device: SlowDevice
-
-    def passed(self) -> bool:
-        return self.device.done
-
-    def recycle(self) -> None:
-        pass
-
-
-@dataclass
-class SlowDevice:
-    """Computes when the test says so."""
-
-    done: bool = False
-    recorded: list[SlowFence] = field(default_factory=list)
-
-    def record(self) -> SlowFence:
-        self.recorded.append(SlowFence(self))
-        return self.recorded[-1]
 
 
 def unseen_step(world: ScriptedWorld, prompt: ScriptedRequest, tokens: int = TOKENS) -> None:
