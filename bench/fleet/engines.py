@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -137,30 +137,30 @@ class PrefillEngine(FleetEngine):
 
     def __init__(self, fleet: Fleet, engine_id: str, life: int) -> None:
         super().__init__(fleet, engine_id, life)
-        self._prompts: list[PrefillRequest] = []
+        self.prompts: list[PrefillRequest] = []
         """They wait, or are being computed."""
         self._held: dict[str, PrefillRequest] = {}
         """They are computed: their blocks are held for the push."""
+        self._last: list[PrefillRequest] = []
+        """The step computes their last chunks."""
         self._arrived: list[Arrived] = []
         self._runs = False
 
     def submit(self, request: FleetRequest) -> None:
         name = self.fleet.new_id(request)
         prompt = PrefillRequest(request, name, PromptProgress(name, (self.fleet.model.block_tokens,)))
-        self._prompts.append(prompt)
+        self.prompts.append(prompt)
         self._arrived.append(Arrived(prompt.request_id, None, request.name))
         self.load += request.tokens
         if not self._runs:
-            self._begin_step()
+            self.begin_step()
 
-    def _begin_step(self) -> None:
-        steps, claims = self.worker.rank.steps, self.worker.rank.claims
-        if self._arrived:
-            claims.requests_arrived(self._arrived)
-            self._arrived = []
+    def begin_step(self) -> None:
+        """Take up prompts in their order."""
+        claims = self.worker.rank.claims
         chunks, seconds, left = list[ChunkPlan](), 0.0, self.fleet.model.chunk_tokens
         claims.short_of_blocks = False
-        for prompt in self._prompts:
+        for prompt in self.prompts:
             request = prompt.request
             if prompt.blocks is None:
                 prompt.blocks = self.take(request, request.tokens)
@@ -178,26 +178,35 @@ class PrefillEngine(FleetEngine):
             prompt.computed, left = chunk.end, left - tokens
             if not left:
                 break
+        layers = self.fleet.model.layers
+        self.compute(chunks, [seconds / layers] * layers)
+
+    def compute(self, chunks: list[ChunkPlan], layers_s: Sequence[float]) -> None:
+        """A step. Each layer takes so many seconds."""
+        steps = self.worker.rank.steps
+        if self._arrived:
+            self.worker.rank.claims.requests_arrived(self._arrived)
+            self._arrived = []
         self._runs = bool(chunks)
         steps.arm(StepPlan(tuple(chunks)))
+        self._last = [each for each in self.prompts if each.computed == each.request.tokens]
+        self.prompts = [each for each in self.prompts if each not in self._last]
         if chunks:
-            every = seconds / self.fleet.model.layers
-            self.after(every, partial(self._layer, 0, every))
+            self.after(layers_s[0], partial(self._layer, 0, layers_s))
         else:
             steps.sweep()
 
-    def _layer(self, number: int, every: float) -> None:
+    def _layer(self, number: int, layers_s: Sequence[float]) -> None:
         steps = self.worker.rank.steps
         steps.layer_saved(f"layers.{number}")
-        if number + 1 < self.fleet.model.layers:
-            self.after(every, partial(self._layer, number + 1, every))
+        if number + 1 < len(layers_s):
+            self.after(layers_s[number + 1], partial(self._layer, number + 1, layers_s))
             return
         steps.sweep()
-        self.after(self.fleet.model.step_gap_s, self._step_ended)
+        self.after(self.fleet.model.step_gap_s, partial(self._step_ended, self._last))
 
-    def _step_ended(self) -> None:
-        while self._prompts and self._prompts[0].computed == self._prompts[0].request.tokens:
-            prompt = self._prompts.pop(0)
+    def _step_ended(self, prompts: list[PrefillRequest]) -> None:
+        for prompt in prompts:
             request, blocks = prompt.request, prompt.blocks
             assert blocks is not None
             self._held[prompt.request_id] = prompt
@@ -205,7 +214,7 @@ class PrefillEngine(FleetEngine):
             sampled = Sampled(request.number, SAMPLING)
             self.worker.rank.steps.finish(prompt.request_id, (blocks,), sampled, request.tokens)
             self.after(LEASE_S, partial(self._lease_ends, prompt))
-        self._begin_step()
+        self.begin_step()
 
     def _lease_ends(self, prompt: PrefillRequest) -> None:
         """vLLM's heartbeats prolong the lease while D waits."""
@@ -223,8 +232,8 @@ class PrefillEngine(FleetEngine):
         if prompt is not None and prompt.blocks is not None:
             self.give_back(prompt.blocks)
             self.load -= prompt.request.tokens
-        if not self._runs and self._prompts:
-            self._begin_step()
+        if not self._runs and self.prompts:
+            self.begin_step()
 
 
 @dataclass(eq=False)

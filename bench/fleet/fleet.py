@@ -106,6 +106,8 @@ class Outcome:
 class Fleet:
     """``model`` and ``turns``: None for the plan's model and for draws from its trace."""
 
+    prefill_engine = PrefillEngine
+
     def __init__(self, plan: Plan, model: RankModel | None = None, turns: Iterable[Arrival] | None = None) -> None:
         self.plan, self.model, self.mode, self.turns = plan, model or MODELS[plan.model], plan.mode, turns
         self.kv_tokens = plan.kv_tokens or self.model.kv_tokens
@@ -225,7 +227,7 @@ class Fleet:
     def start(self, engine_id: str) -> None:
         life = self._lives[engine_id]
         self._lives[engine_id] += 1
-        kind = PrefillEngine if engine_id.startswith("P") else DecodeEngine
+        kind = self.prefill_engine if engine_id.startswith("P") else DecodeEngine
         self.engines[engine_id] = kind(self, engine_id, life)
 
     def kill(self, engine_id: str) -> None:

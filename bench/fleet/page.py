@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -103,13 +102,21 @@ def validation_table(result: Result) -> str:
         rows.append((cell["requests"], f"`{cell['mode']}`", *times))
     said = f"{result['settings']['requests']} requests in each mode, at a load of {result['settings']['load']:g}."
     busy = f"Of the two cores {result['busy_cores'] / 2:.0%} were busy."
-    steps = {"single requests": result["measured"]}
-    for cell in result["cells"]:
-        if "token_s" in cell:
-            steps[f"`{cell['mode']}` under load"] = {**cell, "token_s": fmean(cell["token_s"])}
-    times = [f"{1e3 * at['token_s']:.2f} and {1e3 * at['step_gap_s']:.0f} ms ({who})" for who, at in steps.items()]
-    busy += f" A token of P's steps took, and a gap between two steps: {', '.join(times)}."
+    speeds = {"single requests": result["measured"]}
+    speeds |= {f"`{cell['mode']}` under load": cell for cell in result["cells"] if "token_s" in cell}
+    shown = [
+        f"{', '.join(show(at[name]) for name, show in SPEEDS.items() if name in at)} ({who})"
+        for who, at in speeds.items()
+    ]
+    busy += f" A token of P's steps, a gap between two steps, the link: {'; '.join(shown)}."
     return f"{number_table(headings, rows, 2)}\n\n{said} {busy} {conditions(result, result['settings']['rate'])}"
+
+
+SPEEDS: Mapping[str, Callable[[Any], str]] = {
+    "token_s": lambda times: f"{1e3 * float(np.mean(times)):.2f} ms",
+    "step_gap_s": lambda time: f"{1e3 * time:.0f} ms",
+    "link": lambda speed: f"{speed / 1e6:.1f} MB/s",
+}
 
 
 def _engines(cells: Sequence[Cell]) -> tuple[str, ...]:

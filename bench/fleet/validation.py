@@ -3,8 +3,8 @@
 Two P and two D: vLLM, NIXL and layerpush, with one emulated link between the P and the D. The layers of P take a set
 time (``bench.fleet.timed``), so that neither the two cores nor their caches are measured. First come single requests,
 one at a time. Their traces give the simulation its speeds. Then requests come at random times, in each mode the same
-ones at the same times, to engines and to the simulation: with the speeds of single requests, and with the times of
-the steps of these.
+ones at the same times, to engines and to the simulation: with the speeds of single requests, and with P's layers at
+the times of the run, and the speed that the link had in it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from bench.fleet import page
 from bench.fleet.arrivals import Arrival, Trace, arrivals
 from bench.fleet.fleet import Fleet, Plan
 from bench.fleet.presets import LAYER_TOKEN_S, RankModel
+from bench.fleet.recorded import RecordedFleet, RecordedStep, recorded_steps, step_gaps
 from bench.provenance import provenance
 from bench.serve.engine_options import folder
 from bench.servers.engines import EngineFailedError, EngineGroup, EngineServer, EngineSpec, ServerPlace
@@ -60,6 +61,7 @@ ONE_AT_A_TIME = (
 """Simulated turns, and the seconds of the first ones."""
 ENGINES = Plan(prefill=2, decode=2, oversubscription=2.0, router="round_robin", warm_up=WARM_UP_S, seed=SEED)
 """With two engines in a rack and this oversubscription, the rack's link has the bandwidth of one card."""
+LONGEST = 10
 WRONG, BROKEN = 1, 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -123,20 +125,9 @@ class TwoPairs:
 
 
 @dataclass(frozen=True)
-class DrawnSteps(RankModel):
-    """Each chunk takes the time a token of one measured step, drawn from ``token_times``."""
-
-    token_times: Sequence[float] = ()
-    draw: random.Random = field(default_factory=lambda: random.Random(SEED))
-
-    def seconds(self, start: int, end: int) -> float:
-        return (end - start) * self.draw.choice(self.token_times)
-
-
-@dataclass(frozen=True)
 class EngineSpeeds:
     """Of the engines, in seconds and bytes a second. ``other_s``: of a request, before P's first step and after D's
-    load: HTTP, vLLM's front end and schedulers. ``token_times`` of single steps take the place of ``token_s``.
+    load: HTTP, vLLM's front end and schedulers.
     """
 
     token_s: float
@@ -145,38 +136,21 @@ class EngineSpeeds:
     write_s: float
     decode_s: float
     other_s: float = 0.0
-    token_times: Sequence[float] = ()
 
-    def with_steps_of(self, samples: Sequence[RequestSample]) -> EngineSpeeds:
-        """The times of full steps of one prompt, and the median gap between two of them."""
-        times, gaps = list[float](), list[float]()
-        for each in samples:
-            assert each.push is not None
-            ends = dict[int, float]()
-            for number, _, at, _ in each.push.ready:
-                ends[number] = max(at, ends.get(number, at))
-            chunks = each.push.chunks
-            gaps += [later.t_planned - ends[number] for number, later in enumerate(chunks[1:])]
-            times += [
-                (ends[number] - chunk.t_planned) / STEP_TOKENS
-                for number, chunk in enumerate(chunks)
-                if (chunk.end_block - chunk.start_block) * BLOCK_TOKENS == STEP_TOKENS
-            ]
-        return replace(self, token_times=times, step_gap_s=median(gaps))
-
-    def simulate(self, mode: PushMode, turns: Sequence[Arrival], warm_up: float) -> dict[str, list[float]]:
-        """Times of the requests and pushes after the warm-up."""
+    def simulate(
+        self, mode: PushMode, turns: Sequence[Arrival], warm_up: float, steps: Sequence[RecordedStep] = ()
+    ) -> dict[str, list[float]]:
+        """Times of the requests and pushes after the warm-up. With ``steps`` P's times are those of the run."""
         kv_tokens = KV_BYTES // SHAPE.kv_bytes_per_token
         layer_bytes = SHAPE.kv_bytes_per_token // SHAPE.layers
         times = (self.token_s, 0.0, self.decode_s, kv_tokens, STEP_TOKENS, BLOCK_TOKENS, self.step_gap_s)
         model = RankModel("the engines'", SHAPE.layers, layer_bytes, *times)
-        if self.token_times:
-            model = DrawnSteps(**asdict(model), token_times=self.token_times)
         seconds = turns[-1].at + 1.0
         plan = replace(ENGINES, mode=mode, seconds=seconds, warm_up=warm_up, card=self.link, write_s=self.write_s)
-        fleet = Fleet(plan, model, turns)
+        fleet = RecordedFleet(steps, plan, model, turns) if steps else Fleet(plan, model, turns)
         fleet.run()
-        return {"exposed_s": fleet.outcome.exposed, "ttft_s": [self.other_s + each for each in fleet.outcome.ttft]}
+        other_s = 0.0 if steps else self.other_s
+        return {"exposed_s": fleet.outcome.exposed, "ttft_s": [other_s + each for each in fleet.outcome.ttft]}
 
 
 def speeds(alone: Sequence[RequestSample]) -> EngineSpeeds:
@@ -196,6 +170,23 @@ def speeds(alone: Sequence[RequestSample]) -> EngineSpeeds:
     return replace(found, other_s=median(r.answer.ttft_s - s for r, s in zip(alone, simulated, strict=True)))
 
 
+def steps_of(series: Sequence[RequestSample]) -> list[RecordedStep]:
+    """P's steps in a series, from the time on at which it began."""
+    pushes = [each.push for each in series if each.push is not None]
+    return recorded_steps(pushes, ENGINES.prefill, min(each.answer.sent_at - each.at for each in series))
+
+
+def link_speed(series: Sequence[RequestSample]) -> float:
+    """Bytes a second in the ``LONGEST`` times without a pause on the link."""
+    busy = list[list[float]]()
+    for posted, landed, size in sorted(times for each in series for times in _times_of_writes(each)):
+        if not busy or posted > busy[-1][1]:
+            busy.append([posted, landed, 0.0])
+        busy[-1][1:] = max(landed, busy[-1][1]), busy[-1][2] + size
+    longest = sorted(busy, key=lambda time: time[0] - time[1])[:LONGEST]
+    return sum(size for _, _, size in longest) / sum(end - begin for begin, end, _ in longest)
+
+
 def _prefill_s(push: PushRecord | None) -> float:
     assert push is not None
     assert push.t_last_ready is not None
@@ -203,16 +194,20 @@ def _prefill_s(push: PushRecord | None) -> float:
     return push.t_last_ready - push.t_first_planned
 
 
-def _writes(sample: RequestSample) -> Iterator[tuple[int, float]]:
-    """Bytes of each WRITE, and its seconds on the wire: the one before is over when it begins. Records of whole pushes
-    have no bytes.
-    """
+def _times_of_writes(sample: RequestSample) -> Iterator[tuple[float, float, int]]:
+    """From the post of each WRITE until it has landed, and its bytes. Records of whole pushes have no bytes."""
     assert sample.push is not None
-    free = 0.0
     for each in sample.push.writes:
         assert each.t_landed is not None
-        yield each.bytes or sample.tokens * SHAPE.kv_bytes_per_token, each.t_landed - max(free, each.t_post)
-        free = each.t_landed
+        yield each.t_post, each.t_landed, each.bytes or sample.tokens * SHAPE.kv_bytes_per_token
+
+
+def _writes(sample: RequestSample) -> Iterator[tuple[int, float]]:
+    """Bytes of each WRITE, and its seconds on the wire: the one before is over when it begins."""
+    free = 0.0
+    for posted, landed, size in _times_of_writes(sample):
+        yield size, landed - max(free, posted)
+        free = landed
 
 
 def spec(name: str, place: ServerPlace, model: Path, trace: Path, *, decodes: bool) -> EngineSpec:
@@ -295,9 +290,9 @@ def main(
                 used, at = busy_s(), time.monotonic()
                 alone, loaded = asyncio.run(measure(TwoPairs(p, d), turns, where.print))
                 busy = (busy_s() - used) / (time.monotonic() - at)
-            found = {request.name: request for request in read_traces([trace]).requests}
+            traced = {request.name: request for request in read_traces([trace]).requests}
             for each in (*alone, *(sample for samples in loaded.values() for sample in samples)):
-                (each.push,) = found[remote_request_id(each.answer.request_id)].pushes
+                (each.push,) = traced[remote_request_id(each.answer.request_id)].pushes
     except Interrupted as interrupted:
         where.print(f"[yellow]{interrupted}; all servers are down.[/]")
         raise typer.Exit(interrupted.exit_status) from None
@@ -315,9 +310,13 @@ def main(
         single = [each for each in alone if each.mode is mode]
         cells.append(cell(mode, "one at a time", single, measured.simulate(mode, *ONE_AT_A_TIME)))
         cells.append(cell(mode, "at random times", later, measured.simulate(mode, turns, WARM_UP_S)))
-        slower = measured.with_steps_of(later)
-        its_steps = cell(mode, "at random times, its steps' times", later, slower.simulate(mode, turns, WARM_UP_S))
-        cells.append({**its_steps, "token_s": slower.token_times, "step_gap_s": slower.step_gap_s})
+        steps = steps_of(loaded[mode])
+        own = {"step_gap_s": fmean(step_gaps(steps)), "link": link_speed(loaded[mode])}
+        as_in_the_run = replace(measured, **own).simulate(mode, turns, WARM_UP_S, steps)
+        found = cell(mode, "at random times, P's layers and the link as in the run", later, as_in_the_run)
+        full = [each for each in steps if each.blocks * BLOCK_TOKENS == STEP_TOKENS]
+        found["token_s"] = [(each.end - each.at) / STEP_TOKENS for each in full]
+        cells.append({**found, **own, "steps": [asdict(step) for step in steps]})
     result = {
         **about,
         "seconds": round(time.monotonic() - began),

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
+from statistics import fmean
 
 import pytest
 
-from bench.fleet.arrivals import Arrival
+from bench.fleet.arrivals import Arrival, arrivals
 from bench.fleet.fleet import Fleet
-from bench.fleet.validation import ALONE, ANSWER_TOKENS, MODES, STEP_TOKENS, EngineSpeeds, RequestSample, speeds
+from bench.fleet.recorded import step_gaps
+from bench.fleet.validation import (
+    ALONE,
+    ANSWER_TOKENS,
+    MODES,
+    PROMPTS,
+    EngineSpeeds,
+    RequestSample,
+    link_speed,
+    speeds,
+    steps_of,
+)
 from bench.servers.load import GreedyAnswer
 from layerpush.core.push_mode import PushMode
 from layerpush.telemetry.trace_file import TraceFile
@@ -32,14 +45,24 @@ def alone(mode: PushMode, patch: pytest.MonkeyPatch) -> list[RequestSample]:
     return found
 
 
-def test_the_steps_of_a_run_take_the_place_of_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    slower = replace(KNOWN, token_s=1.0, step_gap_s=1.0).with_steps_of(alone(PushMode.LAYER, monkeypatch))
-    assert len(slower.token_times) == sum(tokens // STEP_TOKENS for tokens in ALONE)
-    assert slower.token_times == pytest.approx([KNOWN.token_s] * len(slower.token_times), rel=0.01)
-    assert slower.step_gap_s == pytest.approx(KNOWN.step_gap_s, rel=0.1)
-    turns = [Arrival(0.0, 1, ALONE[-1], ANSWER_TOKENS, 0)]
-    simulated, wanted = (each.simulate(PushMode.LAYER, turns, 0.0)["ttft_s"] for each in (slower, KNOWN))
-    assert simulated == pytest.approx(wanted, rel=0.01)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_is_simulated_with_its_own_layers(mode: PushMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushes, turns = dict[str, PushRecord](), list(arrivals(PROMPTS, 4.0, 0.0, 10.0, Random(0)))
+    monkeypatch.setattr(TraceFile, "enabled", True)
+    monkeypatch.setattr(Fleet, "push_ended", lambda _, record: pushes.update({record.request_id: record}))
+    KNOWN.simulate(mode, turns, 0.0)
+    monkeypatch.undo()
+    in_order = [pushes[name] for name in sorted(pushes, key=lambda name: int(name[1:].partition(".")[0]))]
+    series = list[RequestSample]()
+    for turn, push in zip(turns, in_order, strict=True):
+        answer = GreedyAnswer("r", (), 1.0 + turn.at - 1e-3, 0.0)  # P gets it later than it is sent
+        series.append(RequestSample(turn.at, mode, turn.tokens, answer, 0.0, push))
+    steps = steps_of(series)
+    unknown = replace(KNOWN, token_s=1.0)  # the times are the run's
+    found = sorted(unknown.simulate(mode, turns, 0.0, steps)["exposed_s"])
+    assert found == pytest.approx(sorted(each.exposed_s for each in series), rel=0.05)  # the writer polls anew
+    assert fmean(step_gaps(steps)) == pytest.approx(KNOWN.step_gap_s)
+    assert link_speed(series) == pytest.approx(KNOWN.link, rel=0.03)
 
 
 def test_speeds_of_single_requests_are_those_of_their_engines(monkeypatch: pytest.MonkeyPatch) -> None:
