@@ -25,25 +25,12 @@ Build = Callable[..., Engine]
 
 
 @pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        ({"granularity": "token"}, ["granularity", "token", '"auto" or "layer" or "chunk"']),
-        ({"layerwise_min_tokens": -1}, ["layerwise_min_tokens", "-1", "integer >= 0"]),
-        ({"layer_wise": True}, ["layer_wise", "did you mean 'layerwise'"]),
-        ({"layerwise": "false"}, ["layerwise", "true or false", "without quotes"]),
-    ],
-)
-def test_a_bad_setting_is_named(
-    world: None, model: Path, role: str, extra: dict[str, object], words: list[str]
-) -> None:
+def test_a_bad_setting_is_named(world: None, model: Path, role: str) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-    config = config_of(model, "kv_producer", "bad", extra)
-    with pytest.raises(ConfigError) as refused:
+    config = config_of(model, "kv_producer", "bad", {"layer_wise": True})
+    with pytest.raises(ConfigError, match="'layer_wise'; did you mean 'layerwise'"):
         LayerwisePushConnector(config, KVConnectorRole[role], cache_config())
-    for word in words:
-        assert word in str(refused.value)
 
 
 def test_decode_context_parallelism_is_refused(world: None, model: Path) -> None:
