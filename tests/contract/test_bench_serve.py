@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,51 +14,43 @@ import pytest
 from bench.demo.cluster import DEMO_SHAPE
 from bench.provenance import unplaced
 from bench.serve.tokenizer import write_tokenizer
-from bench.servers.ports import PortAllocator
+from tests.contract.commands import SECONDS, children, start
+from tests.support.http_servers import QuietHandler, serving
 from tests.support.waiting import until
 
-ROOT = Path(__file__).parents[2]
-SECONDS = 280
 ROUNDS = 3
-PORTS = PortAllocator()
+
+
+class WordsHandler(QuietHandler):
+    """Each token of an answer is the server's ``word`` and its number."""
+
+    def do_GET(self) -> None:
+        self.answer(b'{"data": [{"id": "stub", "root": "stub"}]}')
+
+    def do_POST(self) -> None:
+        tokens = json.loads(self.read_body())["max_tokens"]
+        texts = [f" {self.server.word}{number}" for number in range(tokens)]
+        events = [json.dumps({"choices": [{"index": 0, "text": text}]}) for text in texts]
+        lines = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+        self.answer(lines.encode(), content_type="text/event-stream")
 
 
 @contextlib.contextmanager
 def stub(word: str = "token") -> Iterator[str]:
     """The URL of an engine that answers every prompt with the same words."""
-    url = f"http://127.0.0.1:{(port := PORTS.next_free())}"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.contract.stubengine", "--port", str(port), "--word", word], cwd=ROOT
-    )
-    try:
-        until(lambda: healthy(url))
-        yield url
-    finally:
-        process.kill()
-        process.wait()
+    with serving(WordsHandler) as server:
+        server.word = word
+        yield f"http://127.0.0.1:{server.server_port}"
 
 
-def healthy(url: str) -> bool:
-    with contextlib.suppress(OSError):
-        return bool(urllib.request.urlopen(f"{url}/health", timeout=1).status == 200)
-    return False
-
-
-def start(tmp_path: Path, urls: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+def start_bench(tmp_path: Path, urls: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
     tokenizer = write_tokenizer(tmp_path / "words", 512, 4096, DEMO_SHAPE.config())
     words = ["--model", str(tokenizer), "--lengths", "64", "--rounds", str(ROUNDS), "--requests", "2", *arguments]
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.contract.stubsite", json.dumps(urls), *words],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return start("tests.contract.stubsite", json.dumps(urls), *words)
 
 
 def bench(tmp_path: Path, urls: dict[str, str], *arguments: str) -> tuple[int, str]:
-    process = start(tmp_path, urls, *arguments)
+    process = start_bench(tmp_path, urls, *arguments)
     said, _ = process.communicate(timeout=SECONDS)
     return process.returncode, said
 
@@ -112,15 +101,10 @@ def test_a_different_answer_ends_the_benchmark_without_a_result(tmp_path: Path) 
 def test_an_interrupted_run_ends_its_client_and_writes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     with stub() as one, stub() as other:
-        process = start(tmp_path, {"aggregated": one, "layer": other}, "--modes", "layer", "--out", str(out))
-        until(lambda: children(process.pid), seconds=SECONDS)
-        client = children(process.pid)
+        process = start_bench(tmp_path, {"aggregated": one, "layer": other}, "--modes", "layer", "--out", str(out))
+        client = until(lambda: children(process.pid, 1), seconds=SECONDS)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGINT
         until(lambda: not any(Path(f"/proc/{pid}/root").exists() for pid in client))
     assert not out.exists()
-
-
-def children(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
