@@ -74,7 +74,7 @@ def timeline(path: Path) -> None:
 def exposed(path: Path) -> None:
     """Exposed time by prompt length: a line for each model, of a whole push and of ``auto``."""
     cells = _result("long.json")["cells"]
-    with _figure(1, 1, path, "Left of the transfer after prefill, four models") as ((panel,),):
+    with _figure(1, 1, path, "Left of the transfer after prefill, two models") as ((panel,),):
         for model, marker in zip(dict.fromkeys(cell["model"] for cell in cells), MARKERS, strict=False):
             here = [cell for cell in cells if cell["model"] == model]
             for mode in ("request", "auto"):
@@ -109,9 +109,9 @@ def first_tokens(path: Path) -> None:
             where = f"{cell['link']}, {cell['prompt_tokens']:,} tokens; one engine: "
             one = cell["modes"][AGGREGATED]["ttft_ms"]["p50"] / 1e3
             panel.set_title(f"{where}{one:.2f} s", loc="left", fontsize="medium")
-        longest = max(cell["ratios"]["ttft_ms"][f"{mode}/{AGGREGATED}"]["high"] for cell in cells for mode in modes)
+        ratios = [cell["ratios"]["ttft_ms"][f"{mode}/{AGGREGATED}"] for cell in cells for mode in modes]
         for (panel,) in grid:
-            panel.set_xlim(0.9, longest + 0.2)
+            panel.set_xlim(min(each["low"] for each in ratios) - 0.05, max(each["high"] for each in ratios) + 0.2)
 
 
 def by_link_use(path: Path) -> None:
@@ -145,7 +145,7 @@ def price(path: Path) -> None:
         for (panel,), cell, name in zip(panels, [*engines, gpu], names, strict=True):
             _ratios(panel, cell, "prefill_ms", [mode for mode in cell["modes"] if mode != AGGREGATED])
             panel.set_title(name, loc="left", fontsize="medium")
-            panel.set_xlim(0.9, 1.4)
+            panel.set_xlim(0.8, 1.4)
         for mode in ("auto", "layer", "chunk"):
             shown = [cell["modes"][mode]["slowdown"] for cell in links]
             heights = [one["ratio"] for one in shown]

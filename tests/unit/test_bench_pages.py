@@ -31,10 +31,10 @@ def test_engines_with_wrong_answers_are_not_published(render: Callable[[Result],
 
 def test_tables_of_engines_name_the_answers_that_were_compared() -> None:
     result = committed("serve")
-    assert "936 answers compared with the aggregated engine's, all equal." in serve.tables(result)
+    assert "648 answers compared with the aggregated engine's, all equal." in serve.tables(result)
     result["settings"]["compare"] = "shapes"
     result["answers"]["unlike_aggregated"] = 7
-    said = "936 answers compared with those of a mode with the same shapes, all equal; 7 differ from the aggregated"
+    said = "648 answers compared with those of a mode with the same shapes, all equal; 7 differ from the aggregated"
     assert said in serve.tables(result)
 
 
@@ -97,10 +97,11 @@ def without_auto(cell: dict[str, Any]) -> dict[str, Any]:
 def test_the_headline_has_the_longest_prompt_over_the_slow_link_with_an_idle_d() -> None:
     result = committed("token-serve")
     text = serve.headline(result)
+    longest = max(cell["prompt_tokens"] for cell in result["cells"])
     (cell,) = (
         cell
         for cell in result["cells"]
-        if (cell["link"], cell["prompt_tokens"], cell["background_streams"]) == ("1gbit", 4096, 0)
+        if (cell["link"], cell["prompt_tokens"], cell["background_streams"]) == ("1gbit", longest, 0)
     )
     first, after = (cell["modes"]["token"][name]["p50"] for name in ("ttft_ms", "after_prefill_ms"))
     assert f"| **layerpush**, as it is installed | {first / 1e3:.2f} s | {after:.0f} ms |" in text.splitlines()
