@@ -195,8 +195,7 @@ def commands_of_benchmarks(text: str) -> set[tuple[str, ...]]:
     """The commands of a page, as in the JSON files of their results."""
     said = [command.words for block in text.split("```bash\n")[1:] for command in commands(block.split("```")[0])]
     benchmarks = {measured(words[2:]) for words in said if words[:2] == ("python", "-m")}
-    demos = (("bench.demo",), (".venv/bin/layerpush", "demo"))  # its name, and the one in an older result
-    return benchmarks | {measured(demo) for demo in demos if ("make", "demo") in said}
+    return benchmarks | ({("bench.demo",)} if ("make", "demo") in said else set())
 
 
 def results_without_command(text: str) -> list[str]:
