@@ -595,12 +595,6 @@ def test_a_rank_may_cancel_after_a_late_registration() -> None:
 # Failed pushes.
 
 
-def test_an_undrained_failure_does_not_answer_the_cancel() -> None:
-    world = World()
-    world.fails(world.served(), "it hangs", drained=False, cancelled=True)
-    assert world.received() == [failure("it hangs", drained=False)]
-
-
 def test_a_long_reason_is_cut_short() -> None:
     world = World()
     world.fails(world.served(), "x" * 10_000)
@@ -1046,14 +1040,6 @@ def test_a_different_registration_replaces_a_waiting_one() -> None:
     assert world.peer_errors.counts == {}
 
 
-def test_the_sender_of_the_older_registration_does_not_confirm_the_newer() -> None:
-    world = World()
-    world.receives(FIRST, "d-0")
-    world.receives(SECOND, "d-1")
-    world.network.connected["D"] = ("d-0",)
-    assert (world.is_current(FIRST), world.is_current(SECOND)) == (False, False)
-
-
 def test_a_different_registration_is_refused_during_the_push() -> None:
     world = World()
     world.served(FIRST)
@@ -1451,15 +1437,6 @@ def test_with_allowed_hosts_answers_use_contacts_of_allowed_side_channels(allowe
     assert len(world.network.handshakes) == allowed
 
 
-def test_the_fingerprint_of_a_registration_ignores_the_contact() -> None:
-    """Contacts do not tell the registrations of two ranks apart."""
-    world = World()
-    for rank in ("d-0", "d-1"):
-        world.receives(asks(contact=rank.encode()), rank)
-    assert world.claims.pending == 1
-    assert len({asks(contact=rank).fingerprint for rank in (None, b"d-0", b"d-1")}) == 1
-
-
 def test_an_engine_has_as_many_contacts_as_ranks() -> None:
     """The newest count: the engine may have been restarted."""
     world = World(connected=False)
@@ -1712,24 +1689,6 @@ def test_a_registration_can_be_taken_back_before_its_push_begins() -> None:
     world.receives(asks(layerpush=2))
     world.takes_back(asks(layerpush=2))
     assert world.take_registration() == again
-
-
-def test_a_registration_that_was_overtaken_is_not_served() -> None:
-    world = World()
-    world.comes("a/p", "one")
-    world.takes_back(asks(layerpush=2))
-    world.receives(asks(layerpush=2))
-    assert set(world.received()) == {Unregistered("a/d", 0)}
-    assert world.take_registration() is None
-
-
-def test_a_push_that_has_begun_goes_on() -> None:
-    world = World("a/p")
-    world.receives(asks(layerpush=2))
-    world.received()
-    world.takes_back(asks(layerpush=2))
-    assert world.received() == []
-    assert world.writer.cancelled == []
 
 
 def test_a_failure_is_not_forgotten_when_the_registration_is_taken_back() -> None:

@@ -86,8 +86,9 @@ class TestBodies:
 
     @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"null", b'{"\xff": 1}', b"[" * 100_000])
     def test_a_body_that_is_no_object_is_refused(self, raw: bytes) -> None:
-        with pytest.raises(ProxyError, match="the body must be a JSON object"):
+        with pytest.raises(ProxyError, match="the body must be a JSON object") as refused:
             RequestBody(COMPLETIONS, raw)
+        assert refused.value.status == 400
 
     def test_the_last_of_two_equal_keys_replaces_the_first(self) -> None:
         raw = b'{"prompt": "a", "kv_transfer_params": {"a": 1}, "prompt": "b", "kv_transfer\\u005fparams": {"b": 2}}'
