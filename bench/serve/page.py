@@ -84,7 +84,7 @@ def headline(result: Result) -> str:
         f"Medians for a prompt of {longest:,} tokens over a link emulated at {link} to an idle D, on {machine(result)}"
         f", {result['date'][:10]}. The link makes the difference: over this machine's loopback the first token takes "
         f"{_seconds(near, TOKEN)}, and {_seconds(near, 'pull')} with `{STOCK['pull']}`. **The cost**: P's prefill "
-        f"takes {_longer(cell, f'{TOKEN}/{AGGREGATED}')} than in one engine; P and D share the cores here."
+        f"takes {_as_long(cell, f'{TOKEN}/{AGGREGATED}')} as in one engine; P and D share the cores here."
     )
     return f"{number_table(('', 'first token after', 'of that, after prefill'), rows)}\n\n{about}"
 
@@ -97,7 +97,7 @@ def in_short(result: Result) -> str:
     return (
         f"On one GPU, with P and D on it, and prompts of {cell['prompt_tokens']:,} tokens, {exposed[AUTO]} of the "
         f"transfer are left after prefill, and {exposed[REFERENCE]} if layerpush writes the whole prompt then. Prefill "
-        f"takes {_longer(cell, f'{AUTO}/{REFERENCE}')} ({machine(result)}, {result['date'][:10]})."
+        f"takes {_as_long(cell, f'{AUTO}/{REFERENCE}')} ({machine(result)}, {result['date'][:10]})."
     )
 
 
@@ -152,10 +152,10 @@ def _first_token(cell: Cell, mode: str) -> str:
     return f"{value} ({ratio['ratio']:.2f})" if ratio else value
 
 
-def _longer(cell: Cell, pair: str) -> str:
-    """Additional prefill in percent, with its 95 % interval."""
-    ratio, low, high = (100 * (cell["ratios"]["prefill_ms"][pair][name] - 1) for name in ("ratio", "low", "high"))
-    return f"{ratio:.0f} % longer [{low:.0f}, {high:.0f}]"
+def _as_long(cell: Cell, pair: str) -> str:
+    """The ratio of two prefills, with its 95 % interval."""
+    ratio, low, high = (cell["ratios"]["prefill_ms"][pair][name] for name in ("ratio", "low", "high"))
+    return f"{ratio:.2f} [{low:.2f}, {high:.2f}] times as long"
 
 
 def _seconds(cell: Cell, mode: str) -> str:
