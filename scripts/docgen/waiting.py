@@ -22,7 +22,6 @@ def table(result: Result) -> str:
     ]
     about = (
         f"Medians of {result['rounds']} samples. The share of Python's lock is the processor time of the writer thread "
-        "in a second in which no message comes. A turn visits every part of the "
-        "writer and finds nothing."
+        "in a second in which no message comes. A turn visits every part of the writer and finds nothing."
     )
     return f"{number_table(headings, rows)}\n\n{about} {conditions(result)}"

@@ -24,10 +24,10 @@ before a step's last; the writer polls for those while it knows the time of a la
 every step.
 
 Nothing wakes the writer for a notification, a WRITE that has landed, a fence that has passed or a deadline: it wakes up
-by itself. While somebody awaits a notification, it asks NIXL for them after a hundredth of the time since the last one
-came or the last wait began, in 1 to 5 ms; else every 50 ms. For all else the objects tell when they are due
-(``next_due``), and the writer sleeps until the least of these times. If it wakes up before, was not woken, and finds no
-notification, it goes back to sleep and touches nothing. A full turn follows at least every 50 ms.
+by itself. While somebody awaits a notification, it asks NIXL for them every 1 to 5 ms, else every 50 ms. It asks less
+often the longer no notification has come and no wait has begun or ended (``poll_s``). For all else the objects tell
+when they are due (``next_due``), and the writer sleeps until the least of these times. If it wakes up before, was not
+woken, and finds no notification, it goes back to sleep and touches nothing. A full turn follows at least every 50 ms.
 
 A failed call is logged and ends its push, if it has one. A failed turn ends every push. The thread runs until ``stop``.
 """
@@ -58,7 +58,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 NOTIFICATION_POLL_S = 1e-3
 LONGEST_POLL_S = 5e-3
 POLL_SHARE = 0.01
-"""Of the time for which nothing has come: so late may a notification be found."""
+"""Between two polls, as a part of the time since the last notification, or since the number of waits changed."""
 IDLE_POLL_S = 50e-3
 DRAIN_S = 2.0
 THREAD_NAME = "push-writer"
