@@ -10,6 +10,8 @@ to the front of the other queue. If the scheduler is paused for new requests, it
 A load that gives its blocks to another request ends as a failed one (``engine.scheduler.postponed_loads``). Its request
 waits for blocks again, whatever ``kv_load_failure_policy`` is: ``Scheduler._handle_failed_recving`` does not see it.
 Nor does it see a prefill engine's load of an earlier turn: that request computes its prompt.
+
+A prompt that gets no blocks (``engine.scheduler.places``) is passed by before vLLM looks for it in the prefix cache.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from layerpush.compat.patches import our_connectors
+from layerpush.compat.push_scheduler import lacks_registration
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
 
 
 def requeueing(plain: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
@@ -53,6 +57,19 @@ def postponing(plain: Callable[..., set[str]]) -> Callable[..., set[str]]:
         return plain(self, failed - waits, *args, **kwargs)
 
     return handle_failed
+
+
+def passing_by(plain: Callable[..., bool]) -> Callable[..., bool]:
+    """``Scheduler._handle_blocked_waiting_request``: whether a waiting request may be scheduled in this step."""
+
+    @functools.wraps(plain)
+    def may_be_scheduled(self: Scheduler, request: Request) -> bool:
+        for each, _ in our_connectors(self.connector):
+            if lacks_registration(request) and not each.connector_scheduler.places.has_place():
+                return False
+        return plain(self, request)
+
+    return may_be_scheduled
 
 
 def requeue(scheduler: Scheduler) -> None:

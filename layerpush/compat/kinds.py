@@ -156,6 +156,14 @@ class CacheKinds:
         """
         return [kind.blocks_dropped_after(tokens) for kind in self.all]
 
+    def blocks_to_load(self, tokens: int, cached: int) -> int:
+        """The least number of blocks, of all groups, that a load of ``tokens`` takes if ``cached`` are there."""
+        number = 0
+        for kind in self.all:
+            first = max(cached, kind.first_attended(tokens))
+            number += 1 if kind.is_state else max(0, -(-tokens // kind.block_tokens) - first // kind.block_tokens)
+        return number
+
     def tokens_to_load(self, tokens: int) -> int:
         """How many of a prompt's tokens a decode engine loads. It may compute the last one again, to sample from it.
 

@@ -143,6 +143,13 @@ PATCHES = (
         "engines that wait for each other go on only when `push_registration_timeout` ends a load.",
     ),
     Patch(
+        "places",
+        (Target(_ENGINE_CORE, f"{_SCHEDULER}._handle_blocked_waiting_request", f"{_COMPAT}.failed_loads:passing_by"),),
+        "On a full D, a step looks at the first prompt that waits for blocks, and passes by the others at no cost.",
+        "A step of a full D looks for each waiting prompt in the prefix cache.",
+        "awaited_share",
+    ),
+    Patch(
         "cache-resets",
         (Target(_ENGINE_CORE, f"{_SCHEDULER}.reset_prefix_cache", f"{_COMPAT}.cache_resets:lending"),),
         "vLLM resets D's prefix cache although D keeps turns, and they end. A pause for new weights resets it.",

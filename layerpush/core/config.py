@@ -106,6 +106,15 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
             'there. `"decode"`: D computes the prompt\'s last token again and samples from it.'
         ),
     ] = "prefill"
+    awaited_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="On D: share of the KV cache that prompts may hold while D awaits them from P. Further prompts "
+            "wait without blocks. One prompt alone may hold more.",
+        ),
+    ] = 0.5
     peer_timeout_s: Annotated[
         int,
         Meta(

@@ -267,7 +267,7 @@ class Queued(_PeerMessage, frozen=True):
 
 class Unregister(_PeerMessage, frozen=True):
     """D gives the request's blocks to another request, and will register it again later. P answers ``Unregistered``,
-    unless it has begun to serve the registration of this ``attempt``: then it goes on. Only after ``Queued``.
+    unless it has begun to serve the registration of this ``attempt``: then it goes on.
     """
 
     request_id: RequestId

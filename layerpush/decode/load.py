@@ -206,7 +206,7 @@ class Load:
                 for agent in agents:
                     self._peers.send(self.address.engine_id, agent, unregister, now)
             case load_protocol.ReportUnregistered():
-                logger.info("layerpush: %s gives its blocks to a request whose prompt P holds", self.session.request_id)
+                logger.info("layerpush: %s gives its blocks to other requests", self.session.request_id)
                 self._outcomes.report_ended(self._record, "unregistered", self.session.cause, now)
             case load_protocol.ReportLoaded(first_token):
                 asked = self.registration.sampling is not None

@@ -174,7 +174,7 @@ class LoadSession(Machine[State, Event, Action]):
     def _unregistered(self, actions: list[Action]) -> State:
         if set(self.statuses.values()) != {FinalStatus.UNREGISTERED}:
             return self._close(None, actions)
-        self.cause = "the prefill engine could not begin the prompt, and other requests needed the blocks"
+        self.cause = "the prefill engine had not begun the prompt, and other requests needed the blocks"
         actions.append(ReportUnregistered())
         return S.CLOSED
 

@@ -211,7 +211,12 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             {"parts": rate(catalog.VERIFIED_PARTS), "loads that differ": rate(catalog.VERIFY_MISMATCHES)},
             "Parts of KV that D has compared with P's, and loads that failed by it. Empty without `verify`.",
         ),
-        Panel("Awaited loads", "short", levels(catalog.AWAITED_LOADS)),
+        Panel(
+            "Awaited loads",
+            "short",
+            levels(catalog.AWAITED_LOADS, catalog.WAITING_PROMPTS),
+            catalog.WAITING_PROMPTS.meaning,
+        ),
         Panel(
             "Parked",
             "short",

@@ -49,8 +49,9 @@ def config_of(
     **options: Any,
 ) -> VllmConfig:
     extra = {"staging_bytes": STAGING_BYTES} | (extra or {})
-    if connector == "LayerwisePushConnector":  # some pushes are wrong on purpose, and tests read each message
-        extra = {"verify": 0} | extra
+    if connector == "LayerwisePushConnector":
+        # Some pushes are wrong on purpose, and tests read each message. Few prompts fill a cache of 40 blocks.
+        extra = {"verify": 0, "awaited_share": 1} | extra
     else:
         extra = {"num_threads": 0} | extra
     transfer = KVTransferConfig(

@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeVar
 import pytest
 import torch
 
-from layerpush.compat.metadata import ABORTED, LoadCancelled, PushDeclined
+from layerpush.compat.metadata import ABORTED, LoadCancelled, LoadPostponed, PushDeclined
 from layerpush.compat.push_scheduler import VllmPushScheduler
 from layerpush.compat.worker_report import TurnEnded, WorkerReport
-from layerpush.core.load_news import LoadCleared, LoadKept, LoadParked, LoadToken
+from layerpush.core.load_news import LoadCleared, LoadKept, LoadParked, LoadToken, LoadUnregistered
 from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity
 from layerpush.core.request_names import Arrived
 from layerpush.core.wire import PROTOCOL_VERSION
@@ -978,3 +978,80 @@ def test_a_second_turn_of_an_id_is_not_kept(decode: Build) -> None:
     assert d.free_blocks == IDLE - FULL
     d.step(report=WorkerReport([TurnEnded("r", 0)]))
     assert d.free_blocks == IDLE
+
+
+def is_placed(d: Decode, request_id: str) -> bool:
+    """Whether a prompt has its blocks, and its registration leaves."""
+    return request_id in d.scheduler.connector.connector_scheduler.awaited.block_holds
+
+
+def test_requests_to_this_engine_alone_pass_prompts_that_wait_for_blocks(decode: Build) -> None:
+    """Awaited prompts hold half of the cache. The others have no blocks, and hold nobody up."""
+    d = decode({"awaited_share": 0.5})
+    names = [f"r{number}" for number in range(5)]
+    for name in names:
+        d.decode(name)
+    d.step()
+    assert [name for name in names if is_placed(d, name)] == names[:2]
+    d.add("alone", list(OTHERS[:200]), max_tokens=3)
+    d.step()
+    assert d.requests["alone"].num_computed_tokens == 200
+    for name in names:
+        assert is_placed(d, name)
+        d.step(name)
+        d.step()
+    d.finish()
+    assert set(d.reasons.values()) == {"length"}
+    assert d.free_blocks == IDLE
+
+
+def test_a_prompt_that_does_not_fit_beside_what_runs_gets_no_blocks(decode: Build) -> None:
+    d = decode()
+    running = [d.add(f"a{number}", list(OTHERS[:450]), max_tokens=60) for number in range(2)]
+    d.step()
+    d.decode("r", 300)
+    d.add("alone", list(OTHERS[:30]), max_tokens=3)
+    while not all(request.is_finished() for request in running):
+        assert not is_placed(d, "r")
+        d.step()
+    assert d.reasons["alone"] == "length"
+    d.step()
+    assert is_placed(d, "r")
+
+
+def test_awaited_prompts_give_their_blocks_to_running_requests(decode: Build) -> None:
+    """No running request is preempted for a prompt that P has not begun."""
+    d = decode()
+    answers = [d.add(f"a{number}", list(OTHERS[:64]), max_tokens=340) for number in range(2)]
+    d.step()
+    for name in ("old", "new"):
+        d.decode(name, 300)
+    d.step()
+    assert is_placed(d, "old")
+    assert is_placed(d, "new")
+    asked: list[str] = []
+    while not all(request.is_finished() for request in answers):
+        d.step()
+        for each in d.news(LoadPostponed):
+            asked.append(each.request_id)
+            d.step(failed=(each.request_id,), report=WorkerReport([LoadUnregistered(each.request_id, 0)]))
+    assert asked[0] == "new"
+    assert [request.num_preemptions for request in answers] == [0, 0]
+    d.step("old")
+    d.step("new")
+    d.finish()
+    assert set(d.reasons.values()) == {"length"}
+    assert d.free_blocks == IDLE
+
+
+def test_a_step_looks_up_the_first_waiting_prompt_only(decode: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    d = decode({"awaited_share": 0}, caching=True)
+    for number in range(6):
+        d.decode(f"r{number}")
+    d.step()
+    looked: list[str] = []
+    manager = d.scheduler.kv_cache_manager
+    plain = manager.get_computed_blocks
+    monkeypatch.setattr(manager, "get_computed_blocks", lambda each: (looked.append(each.request_id), plain(each))[1])
+    d.step()
+    assert looked == ["r1"]

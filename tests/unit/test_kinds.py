@@ -107,6 +107,14 @@ def test_a_decode_engine_loads_one_token_less_where_vllm_would_drop_a_block_of_t
     assert CacheKinds(config_of(full, chunked)).tokens_to_load(49) == 0
 
 
+def test_a_load_takes_at_least_the_blocks_that_are_not_cached_and_that_its_next_token_attends_to() -> None:
+    full, window = FullAttentionSpec(**HEADS), SlidingWindowSpec(**HEADS, sliding_window=17)
+    assert CacheKinds(config_of(full)).blocks_to_load(80, 0) == 5
+    assert CacheKinds(config_of(full)).blocks_to_load(81, 32) == 4
+    assert CacheKinds(config_of(full, window)).blocks_to_load(80, 0) == 5 + 1
+    assert CacheKinds(config_of(full, window)).blocks_to_load(81, 80) == 1 + 1
+
+
 def test_a_state_belongs_to_every_token_and_a_block_to_its_own() -> None:
     assert kind_of(MambaSpec(**STATE)).blocks_between([7], 20, 40) == [7]
     assert kind_of(FullAttentionSpec(**HEADS)).blocks_between([5, 6, 7, 8], 20, 40) == [6, 7]

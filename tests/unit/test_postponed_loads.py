@@ -80,3 +80,21 @@ def test_a_request_that_ends_leaves_nothing() -> None:
     loads.request_finished("b")
     loads.request_finished("request of a")
     assert [name for name, table in vars(loads).items() if table and name != "_ranks"] == []
+
+
+def test_a_load_gives_way_to_running_requests_and_waits_for_nobody() -> None:
+    loads = PostponedLoads(1)
+    assert loads.to_unregister(short_of_blocks=False, spared=["b"]) == ["b"]
+    loads.load_unregistered("b", 0)
+    assert loads.load_ended("b")
+    loads.request_waits("b", {"b"})
+    assert not loads.must_wait("b")
+
+
+def test_a_load_that_is_asked_already_still_gives_way_to_the_first_request() -> None:
+    loads = given_way()
+    assert loads.to_unregister(short_of_blocks=False, spared=["b"]) == ["b"]
+    loads.load_unregistered("b", 0)
+    assert loads.load_ended("b")
+    loads.request_waits("b", {"b"})
+    assert loads.must_wait("b")

@@ -46,6 +46,16 @@ class AwaitedPushes:
         if request_id in self._deadlines or request_id in self._ending:
             self._cancel(request_id, ABORTED)
 
+    def newest(self, blocks: int) -> list[str]:
+        """The newest requests that hold ``blocks`` blocks together, or all. Cancelled ones give theirs back anyway."""
+        chosen = []
+        for request_id in reversed(self._deadlines):
+            if blocks <= 0:
+                break
+            blocks -= self.block_holds.number_of(request_id)
+            chosen.append(request_id)
+        return chosen
+
     def take_cancelled(self, now: float) -> dict[str, str]:
         """The loads to cancel, by request id, each with its reason. Each cancellation is returned once."""
         overdue = {each: timeout_s for each, (deadline, timeout_s) in self._deadlines.items() if deadline <= now}

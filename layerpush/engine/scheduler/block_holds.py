@@ -38,12 +38,18 @@ class BlockHolds:
         self._pool = pool
         self._held: dict[str, _Held] = {}
         self._settled: set[str] = set()
+        self.awaited_blocks = 0
+        """The number of blocks of requests that are not over for the engine."""
 
     def __len__(self) -> int:
         return len(self._held)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._held
+
+    def number_of(self, request_id: str) -> int:
+        """The number of blocks of a request that are held here."""
+        return len(self._held[request_id].blocks)
 
     @property
     def parked_requests(self) -> int:
@@ -58,7 +64,9 @@ class BlockHolds:
     def hold(self, request_id: str, blocks: Sequence[Any]) -> None:
         """Hold blocks that are about to be registered. If an id comes again, all of its blocks are freed together."""
         self._pool.touch(blocks)
-        self._held.setdefault(request_id, _Held()).blocks.extend(blocks)
+        held = self._held.setdefault(request_id, _Held()).blocks
+        self.awaited_blocks += len(blocks) + (len(held) if request_id in self._settled else 0)
+        held.extend(blocks)
         self._settled.discard(request_id)
 
     def park(self, request_id: str, rank: int) -> None:
@@ -75,6 +83,7 @@ class BlockHolds:
     def load_ended(self, request_id: str) -> None:
         """All ranks have reported the load as done or failed; the engine drops its own reference."""
         if request_id in self._held:
+            self.awaited_blocks -= 0 if request_id in self._settled else len(self._held[request_id].blocks)
             self._settled.add(request_id)
             self._release(request_id)
 

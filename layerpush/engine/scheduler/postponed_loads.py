@@ -1,14 +1,15 @@
-"""Loads that give their blocks to other requests of this decode engine, because P cannot begin them.
+"""Loads that give their blocks to other requests of this decode engine, because P has not begun them.
 
-P may be full of prompts that this engine has not registered yet, for want of blocks, while the blocks here wait for a
-prompt that P cannot begin. Neither engine could go on. P reports this (``Queued``), with names of the prompts that it
-holds. If one of them waits for blocks here, this engine unregisters the load. It registers the load again when the
-requests that it gave way to have their blocks. Pure.
+Running requests may need the blocks: see ``engine.scheduler.places``. Or both engines are full: P may be full of
+prompts that this engine has not registered yet, for want of blocks, while the blocks here wait for a prompt that P
+cannot begin. Neither engine could go on. P reports this (``Queued``), with names of the prompts that it holds. If one
+of them waits for blocks here, this engine unregisters the load. It registers the load again when the requests that it
+gave way to have their blocks. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 Names = frozenset[str]
 
@@ -49,19 +50,20 @@ class PostponedLoads:
         if request_id in self._asked:
             self._unregistered.setdefault(request_id, set()).add(rank)
 
-    def to_unregister(self, short_of_blocks: bool) -> list[str]:
-        """The loads that are to be unregistered now; each is returned once for each of P's reports."""
+    def to_unregister(self, short_of_blocks: bool, spared: Sequence[str] = ()) -> list[str]:
+        """The loads that are to be unregistered now; each is returned once for each of P's reports. ``spared``: loads
+        whose blocks running requests need.
+        """
         queued, self._queued = self._queued, {}
-        if not short_of_blocks:
-            return []
         chosen = {
-            request_id: frozenset(
-                each for each, own in self._waiting.items() if own & computed and not self.must_wait(each)
-            )
-            for request_id, computed in queued.items()
+            request_id: self._asked[request_id] if request_id in self._asked else Names() for request_id in spared
         }
-        self._asked.update({request_id: others for request_id, others in chosen.items() if others})
-        return [request_id for request_id, others in chosen.items() if others]
+        for request_id, computed in queued.items() if short_of_blocks else ():
+            others = {each for each, own in self._waiting.items() if own & computed and not self.must_wait(each)}
+            if others:
+                chosen[request_id] = frozenset(others)
+        self._asked.update(chosen)
+        return list(chosen)
 
     def is_asked(self, request_id: str) -> bool:
         """Whether the load is being unregistered. If it ends as failed, its request is not to fail."""

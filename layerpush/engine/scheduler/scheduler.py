@@ -55,6 +55,7 @@ from layerpush.engine.scheduler import turn_protocol as turn
 from layerpush.engine.scheduler.awaited_pushes import AwaitedPushes
 from layerpush.engine.scheduler.hand_overs import HandOvers
 from layerpush.engine.scheduler.last_window import LastWindows
+from layerpush.engine.scheduler.places import Places
 from layerpush.engine.scheduler.postponed_loads import PostponedLoads
 from layerpush.engine.scheduler.prefix_hits import PrefixHits, Tables
 from layerpush.engine.scheduler.provisional_steps import ProvisionalSteps
@@ -69,6 +70,7 @@ from layerpush.telemetry.metrics.catalog import (
     KEPT_TOKENS,
     PARKED_BLOCKS,
     PARKED_REQUESTS,
+    WAITING_PROMPTS,
 )
 from layerpush.telemetry.metrics.ended_counts import EndedCounts
 from layerpush.telemetry.metrics.recorder import Ended
@@ -101,6 +103,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
     """
 
     awaited: AwaitedPushes
+    places: Places
     last_windows: LastWindows
     postponed: PostponedLoads
     first_tokens: FirstTokens | None
@@ -187,6 +190,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self.awaited = AwaitedPushes(self.registration_timeout, block_pool)
         self.last_windows = LastWindows(block_pool)
         self._turns = Turns(block_pool, self._ranks)
+        self.places = Places(len(block_pool.blocks), self._config.awaited_share)
+        self.metrics.level(WAITING_PROMPTS, lambda: self.places.waiting)
         self.metrics.level(PARKED_REQUESTS, lambda: self.awaited.block_holds.parked_requests)
         self.metrics.level(PARKED_BLOCKS, lambda: self.awaited.block_holds.parked_blocks)
 
@@ -223,6 +228,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
         """Note the prefix-cache hit of a request, in tokens. Returns the tokens to load, and whether there are any."""
         if self.postponed.must_wait(request.request_id):
             return None, False
+        if lacks_registration(request):
+            need = self._kinds.blocks_to_load(request.num_tokens, num_computed_tokens)
+            free, awaited = self._block_pool.get_num_free_blocks(), self.awaited.block_holds.awaited_blocks
+            if not self.places.takes(need, free, awaited, time.perf_counter()):
+                return None, False
         self._prefix_hits.put_hit(request.request_id, num_computed_tokens)
         self._unplaced[request.request_id] = request
         if (shared := self._turns.shared(request.request_id)) is not None:
@@ -336,7 +346,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LayerwiseMetadata:
         """Add the step's plan, and the news since the last step, to vLLM's metadata."""
         self._step_is_due = False
-        short_of_blocks = self._is_short_of_blocks()
+        growth = len(scheduler_output.num_scheduled_tokens) * len(self._kinds.all)
+        failed = any(map(lacks_registration, self._unplaced.values()))
+        short_of_blocks = self._is_short_of_blocks() | self.places.step_ended(growth, failed=failed)
         free, now = self._block_pool.get_num_free_blocks(), time.perf_counter()
         for request_id in self._turns.give_way(free, now, short=short_of_blocks):
             self.release_turn(request_id)
@@ -345,7 +357,10 @@ class LayerwisePushScheduler(VllmPushScheduler):
         extended = LayerwiseMetadata.extending(metadata)
         extended.short_of_blocks = short_of_blocks
         cancelled = self.awaited.take_cancelled(time.perf_counter())
-        postponed = self.postponed.to_unregister(extended.short_of_blocks and self._postpones)
+        postponed = []
+        if self._postpones:
+            spared = self.awaited.newest(self.places.missing(free, now))
+            postponed = self.postponed.to_unregister(short_of_blocks or bool(self.places.waiting), spared)
         self._news += [LoadCancelled(request_id, reason) for request_id, reason in cancelled.items()]
         self._news += map(LoadPostponed, postponed)
         extended.news, self._news = self._news, []

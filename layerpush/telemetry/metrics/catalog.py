@@ -299,6 +299,13 @@ PARKED_REQUESTS = Metric(
     Side.DECODE,
     "Ended requests whose blocks are parked, because a P may still write them.",
 )
+WAITING_PROMPTS = Metric(
+    "waiting_prompts",
+    Kind.GAUGE,
+    Side.DECODE,
+    "Prompts of P that wait for blocks: they do not fit beside the running requests, or awaited prompts hold "
+    "`awaited_share` of the KV cache.",
+)
 PARKED_BLOCKS = Metric("parked_blocks", Kind.GAUGE, Side.DECODE, "Parked blocks of the KV cache.")
 LOST_PEERS = Metric(
     "lost_peers",
@@ -372,7 +379,7 @@ CATALOG: tuple[Metric, ...] = (
     FAILED_WRITES, REWOUND_PUSHES, LAYERS_READY,
     ACTIVE_PUSHES, UNCLAIMED_PUSHES, PENDING_REGISTRATIONS,
     LOADS, LOAD, HAND_OVER, HAND_OVER_REPORT, HAND_OVER_SCHEDULE, HAND_OVER_FIRST_STEP, FIRST_TOKENS, EARLY_ANSWERS,
-    KEPT_TOKENS, VERIFIED_PARTS, VERIFY_MISMATCHES, AWAITED_LOADS, PARKED_REQUESTS, PARKED_BLOCKS, LOST_PEERS,
-    DROPPED_MESSAGES, DROPPED_RECORDS, RING_BYTES, RING_USED_BYTES, WRITER_LAG, RANKS,
+    KEPT_TOKENS, VERIFIED_PARTS, VERIFY_MISMATCHES, AWAITED_LOADS, WAITING_PROMPTS, PARKED_REQUESTS, PARKED_BLOCKS,
+    LOST_PEERS, DROPPED_MESSAGES, DROPPED_RECORDS, RING_BYTES, RING_USED_BYTES, WRITER_LAG, RANKS,
 )  # fmt: skip
 BY_KEY: Mapping[str, Metric] = MappingProxyType({metric.key: metric for metric in CATALOG})
