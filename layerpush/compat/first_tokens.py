@@ -153,10 +153,8 @@ class FirstTokens:
         """Start the requests whose loads are over, if they can start. Yields outputs, each with its client's index."""
         loaded, self._loaded = self._loaded, {}
         for request_id, known in loaded.items():
-            request = scheduler.requests.get(request_id)
-            if request is None:
-                continue
-            if request_id in scheduler.failed_recving_kv_req_ids or request.status != _LOADED or known is None:
+            request = scheduler.requests[request_id]
+            if request_id in scheduler.failed_recving_kv_req_ids or known is None:
                 self._count("failed_load")
                 continue
             reason = self._late_refusal(scheduler, request, known)
@@ -220,9 +218,6 @@ class FirstTokens:
             trace_headers=request.trace_headers,
         )
 
-
-_LOADED = RequestStatus.WAITING_FOR_REMOTE_KVS
-"""vLLM's status of a request during its load, and after it until the next step."""
 
 _Known = int | Missing | None
 """P's token, or the reason that there is none. None: the workers have reported neither."""

@@ -67,4 +67,8 @@ class LoadUnregistered:
     rank: int
 
 
-LoadNews = LoadParked | LoadKept | LoadCleared | LoadCompleted | LoadToken | LoadQueued | LoadUnregistered
+BlockNews = LoadParked | LoadKept | LoadCleared
+"""The subject is a load's blocks. They outlive its request."""
+RequestNews = LoadCompleted | LoadToken | LoadQueued | LoadUnregistered
+"""The subject is a request. News of one that the engine has finished means nothing."""
+LoadNews = BlockNews | RequestNews

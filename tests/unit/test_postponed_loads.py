@@ -76,7 +76,6 @@ def test_a_load_is_registered_again_only_if_every_rank_has_unregistered_it() -> 
 def test_a_request_that_ends_leaves_nothing() -> None:
     loads = given_way()
     loads.load_unregistered("b", 0)
-    loads.load_unregistered("unknown", 0)
     loads.request_finished("b")
     loads.request_finished("request of a")
     assert [name for name, table in vars(loads).items() if table and name != "_ranks"] == []

@@ -47,8 +47,7 @@ class PostponedLoads:
 
     def load_unregistered(self, request_id: str, rank: int) -> None:
         """This rank of the engine has unregistered the load."""
-        if request_id in self._asked:
-            self._unregistered.setdefault(request_id, set()).add(rank)
+        self._unregistered.setdefault(request_id, set()).add(rank)
 
     def to_unregister(self, short_of_blocks: bool, spared: Sequence[str] = ()) -> list[str]:
         """The loads that are to be unregistered now; each is returned once for each of P's reports. ``spared``: loads
@@ -84,6 +83,5 @@ class PostponedLoads:
 
     def request_finished(self, request_id: str) -> None:
         """The engine has finished the request, in any state."""
-        self.request_placed(request_id)
         self.load_ended(request_id)
-        self._postponed.pop(request_id, None)
+        self.request_placed(request_id)

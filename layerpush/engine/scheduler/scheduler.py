@@ -43,6 +43,7 @@ from layerpush.core.load_news import (
     LoadQueued,
     LoadToken,
     LoadUnregistered,
+    RequestNews,
 )
 from layerpush.core.prefixes import LEAST_STRIDE, SHOWN_CHARS
 from layerpush.core.push_mode import PushMode
@@ -116,6 +117,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._config = config
         self._kinds = CacheKinds(kv_cache_config)
+        self._requests: dict[str, Request] = {}
+        """Requests that vLLM has not finished. Ranks may still send news of others: see ``_reported``."""
         self._prompts: dict[str, tuple[Request, PromptProgress]] = {}
         self._dropped: dict[str, tuple[Request, list[range]]] = {}
         """P's requests whose last token needs blocks that vLLM drops, and the indices of those blocks in each group."""
@@ -197,6 +200,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def on_new_request(self, request: Request) -> None:
         """Drop bad ``kv_transfer_params`` before vLLM's code reads them."""
+        self._requests[request.request_id] = request
         self._request_filter.drop_invalid(request, time.perf_counter())
         if lacks_registration(request):
             name_prefill_request(request)
@@ -378,24 +382,29 @@ class LayerwisePushScheduler(VllmPushScheduler):
         assert report is None or isinstance(report, WorkerReport)
         for request_id in connector_output.finished_sending or ():
             self.last_windows.release(request_id)
-        received, now = connector_output.finished_recving or (), time.perf_counter()
+        received, now = connector_output.finished_recving or set(), time.perf_counter()
         for each in () if report is None else report.news:
             self._reported(each, now)
         self.awaited.loads_ended(received)
         for request_id in received:
-            match self._turns.handle(request_id, turn.LoadEnded(request_id in connector_output.failed_recving)):
-                case [turn.Count(tokens)]:
-                    self._prefix_hits.put_hit(request_id, tokens)
             loading, kept = self._loading.pop(request_id, None), self._kept.pop(request_id, 0)
             if loading is not None:
                 self._keep_prefix(*loading, kept)
-            if self.postponed.load_ended(request_id) and loading is not None:
-                self._wait_again(loading[0])
+        received = received & self._requests.keys()
+        for request_id in received:
+            match self._turns.handle(request_id, turn.LoadEnded(request_id in connector_output.failed_recving)):
+                case [turn.Count(tokens)]:
+                    self._prefix_hits.put_hit(request_id, tokens)
+            if self.postponed.load_ended(request_id):
+                self._wait_again(self._requests[request_id])
         self._hand_overs.loads_reported(received, connector_output.failed_recving, now)
         if self.first_tokens is not None:
             self.first_tokens.loads_ended(received)
 
     def _reported(self, news: Reported, now: float) -> None:
+        """A rank reports after a step. vLLM may have finished the request meanwhile. Then only its blocks matter."""
+        if isinstance(news, RequestNews) and news.request_id not in self._requests:
+            return
         match news:
             case LoadParked():
                 self.awaited.block_holds.park(news.request_id, news.rank)
@@ -459,11 +468,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request, and cancel its load if it has one. Returns vLLM's answer."""
+        self._requests.pop(request.request_id, None)
         known = self._prompts.pop(request.request_id, None)
         self._prefix_hits.forget(request.request_id)
         self._provisional_steps.forget(request.request_id)
         self._answered.discard(request.request_id)
-        self._withdrawn.discard(request.request_id)
         self._unplaced.pop(request.request_id, None)
         self._attempts.pop(request.request_id, None)
         self.postponed.request_finished(request.request_id)

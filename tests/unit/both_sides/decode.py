@@ -23,6 +23,7 @@ from layerpush.core.load_news import (
     LoadQueued,
     LoadToken,
     LoadUnregistered,
+    RequestNews,
 )
 from layerpush.core.replica import Replica
 from layerpush.core.request_names import named_prompts
@@ -255,6 +256,8 @@ class DecodeEngine(Process):
     # News to the scheduler.
 
     def _reported(self, news: LoadNews) -> None:
+        if isinstance(news, RequestNews) and self.loads[news.request_id].aborted:
+            return
         match news:
             case LoadToken():
                 self._first_token(news.request_id, news.token)
@@ -275,7 +278,6 @@ class DecodeEngine(Process):
         load = self.loads[request_id]
         assert load.sampling is not None, f"{load} did not ask"
         assert load.first_token is None, f"{load} gets a second first token"
-        assert not load.aborted or load.outcome is None
         fits = load.sampling == SAMPLING and first_token == load.prompt.first_token
         assert fits or not isinstance(first_token, int), f"{load} gets the wrong token {first_token}"
         assert first_token != "other_sampling" or load.sampling != SAMPLING
