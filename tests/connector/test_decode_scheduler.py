@@ -843,6 +843,18 @@ def test_p_registers_for_what_its_prompt_shares_with_the_turn(decode: Build, sha
     assert p.reasons["q"] == "length"
 
 
+def test_p_computes_the_last_block_of_a_prompt_that_is_the_turn(decode: Build) -> None:
+    """It samples from the last token, so it computes that token."""
+    params = decode(TURNS).answer("r")
+    p = decode(TURNS, role="kv_producer")
+    p.add("q", list(range(3, 3 + FULL * BLOCK_SIZE)), params, max_tokens=1)
+    p.step()
+    (registration,) = p.metadata.push_registrations.values()
+    assert registration["prefix_tokens"] == (FULL - 1) * BLOCK_SIZE
+    p.step("q")
+    assert p.step().num_scheduled_tokens["q"] == BLOCK_SIZE
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_p_computes_its_prompt_if_the_load_fails(decode: Build, policy: str) -> None:
     """Whatever the policy is. Blocks that D may still write are parked."""
