@@ -189,12 +189,15 @@ class VllmPushScheduler(NixlPushConnectorScheduler, ABC):
     def prompt_digest(self, request: Request) -> str | None:
         """A digest, 32 hexadecimal digits, equal on P and D for equal prompts: their tokens, embeddings, adapter and
         inputs of other kinds. None if P and D cannot compare them: without a prefix cache and a cache of processed
-        inputs, vLLM numbers inputs and hashes none.
+        inputs, vLLM numbers inputs and hashes none. A request that the front end has refused has a placeholder as its
+        prompt.
 
         P may have dropped the last tokens, which it leaves to D: the digest counts them, and leaves out their ids.
         """
         tokens, embeddings, backoff = request.prompt_token_ids or [], request.prompt_embeds, self._prefill_backoff()
         if (embeddings is not None and backoff) or (request.mm_features and not self._hashes_inputs):
+            return None
+        if request.abort_immediately:
             return None
         dropped = backoff if (request.kv_transfer_params or {}).get(TRUNCATED) else 0
         whole = len(tokens) + dropped

@@ -331,22 +331,26 @@ LONG_LEASE = {"kv_lease_duration": 480}
 
 
 @pytest.mark.parametrize("order", ["P first", "D first"])
-@pytest.mark.parametrize("why", ["no handshake", "a misfit", "not loaded"])
+@pytest.mark.parametrize("why", ["no handshake", "a misfit", "not loaded", "refused"])
 def test_p_frees_its_blocks_when_d_does_not_load_them(engine: Build, why: str, order: str) -> None:
-    """D refuses the load, or vLLM skips it because a request asks for its prompt's log probabilities."""
+    """D refuses the load or the request, or vLLM skips the load because a request asks for its prompt's log
+    probabilities.
+    """
     p, d = engine("kv_producer", LONG_LEASE), engine("kv_consumer")
     worker = d.worker.connector_worker
     if order == "P first":
         p.prefill("r-1", TOKENS)
         run(p, STEPS + 1)
         assert p.finished == ["r-1"]
-    request = d.decode_from(p, "r-1", TOKENS)
+    if why == "refused":
+        d.refuse_from(p, "placeholder", "r-1")
+    else:
+        request = d.decode_from(p, "r-1", TOKENS)
+        request.skip_reading_prefix_cache = why == "not loaded"
     if why == "no handshake":
         worker.compat_hash = "of another model"
     elif why == "a misfit":
         worker.mismatch = lambda engine_id: f"engine {engine_id!r} does not fit"
-    else:
-        request.skip_reading_prefix_cache = True
     d.step()
     if order == "D first":
         claims = p.worker.connector_worker.claims
@@ -354,7 +358,7 @@ def test_p_frees_its_blocks_when_d_does_not_load_them(engine: Build, why: str, o
         p.prefill("r-1", TOKENS)
     step_until(p, d, done=lambda: p.sent == ["r-1"])
     assert p.free_blocks == p.config.cache_config.num_gpu_blocks - 1
-    assert d.failed == ([] if why == "not loaded" else ["r-1"])
+    assert d.failed == (["r-1"] if why in ("no handshake", "a misfit") else [])
 
 
 @pytest.fixture
