@@ -77,11 +77,8 @@ class NotedPost:
     ``attach`` makes the notification of the WRITE out of vLLM's.
     """
 
-    def __init__(
-        self, agent: Any, errors: tuple[type[Exception], ...], attach: Callable[[bytes], bytes] | None = None
-    ) -> None:
+    def __init__(self, agent: Any, attach: Callable[[bytes], bytes] | None = None) -> None:
         self._agent = agent
-        self._errors = errors
         self._attach = attach
         self.sides: tuple[Any, DescriptorIds, Any, DescriptorIds] | None = None
         self.failure: TransportError | None = None
@@ -97,8 +94,8 @@ class NotedPost:
         return handle
 
     def transfer(self, handle: Any) -> Any:
-        """Post the WRITE. Returns NIXL's state; ``failure`` has the error."""
-        self.failure = _start(self._agent, self._errors, handle, "a WRITE could not be posted")
+        """Post the WRITE. Returns NIXL's state; ``failure`` has the error. Raises none: vLLM would release it."""
+        self.failure = _start(self._agent, handle, "a WRITE could not be posted")
         return "PROC" if self.failure is None else "ERR"
 
     def __getattr__(self, name: str) -> Any:
@@ -129,7 +126,7 @@ class NixlTransport:
         """Start one WRITE. May take tens of milliseconds with thousands of descriptors: NIXL copies while it posts."""
         handle = self._prepare(route, local, remote, notification)
         posted = _PostedWrite(route, local[:1].copy(), remote[:1].copy(), len(local))
-        failure = _start(self._agent, self._errors, handle, f"cannot post a WRITE to {route.agent}")
+        failure = _start(self._agent, handle, f"cannot post a WRITE to {route.agent}")
         if isinstance(failure, PeerLostError):
             self._abandon(handle)
             raise failure
@@ -141,7 +138,7 @@ class NixlTransport:
 
     def noted(self, attach: Callable[[bytes], bytes] | None = None) -> NotedPost:
         """A stand-in for the agent, for vLLM to post one WRITE with on this thread. ``attach``: see ``NotedPost``."""
-        return NotedPost(self._agent, self._errors, attach)
+        return NotedPost(self._agent, attach)
 
     def adopt(self, handle: WriteHandle, post: NotedPost, agent: str, remote_rank: int) -> None:
         """Take over a WRITE that vLLM has posted through ``post``, well or not. From now on it is polled here."""
@@ -253,7 +250,7 @@ class NixlTransport:
             failed.confirmation = self._prepare(route, failed.posted.local, failed.posted.remote)
         except TransportError as error:
             return error
-        failure = _start(self._agent, self._errors, failed.confirmation, f"cannot post a confirmation to {route.agent}")
+        failure = _start(self._agent, failed.confirmation, f"cannot post a confirmation to {route.agent}")
         return failure or WriteState.PENDING
 
     def _forget(self, handle: Any) -> None:
@@ -287,10 +284,10 @@ def _bindings_of(agent: Any) -> Any:
     raise TypeError(f"{agent!r} is not a NIXL agent")
 
 
-def _start(agent: Any, errors: tuple[type[Exception], ...], handle: Any, failure: str) -> TransportError | None:
+def _start(agent: Any, handle: Any, failure: str) -> TransportError | None:
     try:
         state = agent.transfer(handle)
-    except errors as error:
+    except Exception as error:  # noqa: BLE001  whatever it is, a part of the WRITE may be on the wire: it has failed
         return _translated(error, failure)
     return TransportError(failure) if state == "ERR" else None
 
