@@ -279,7 +279,10 @@ class PatchHook(ImportHook):
 
 def our_connectors(connector: Any, metadata: Any = None) -> Iterator[tuple[Any, Any]]:
     """layerpush's connectors, alone or in a ``MultiConnector``, each with its own part of a step's ``metadata``."""
-    if getattr(connector, "is_layerpush", False):
+    if getattr(connector, "is_layerpush", None) is True:
         yield connector, metadata
-    for each, its in zip_longest(getattr(connector, "_connectors", ()), getattr(metadata, "metadata", ())):
+    inner = getattr(connector, "_connectors", ())
+    if not isinstance(inner, list | tuple):  # of a connector that is not vLLM's
+        return
+    for each, its in zip_longest(inner, getattr(metadata, "metadata", ())):
         yield from our_connectors(each, its)

@@ -8,6 +8,7 @@ import sys
 from pkgutil import resolve_name
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -129,6 +130,7 @@ def test_our_connectors_are_found_inside_of_others() -> None:
     assert list(patches.our_connectors(several)) == [(ours, None), (inner, None)]
     assert list(patches.our_connectors(ours, 5)) == [(ours, 5)]
     assert not list(patches.our_connectors(None))
+    assert not list(patches.our_connectors(Mock())), "it has every attribute"
 
 
 @pytest.mark.parametrize(
