@@ -124,6 +124,8 @@ class FirstTokens:
         self._asked: dict[str, _Known] = {}
         self._loaded: dict[str, _Known] = {}
         self._started: dict[str, int] = {}
+        self._answer: dict[str, Any] | None = None
+        """The ``kv_transfer_params`` of the last answer."""
 
     def ask(self, request: Request) -> dict[str, Any]:
         """The fields of a registration that asks for P's token. Empty: D computes this request's first token."""
@@ -144,8 +146,9 @@ class FirstTokens:
         """These loads are over on all ranks."""
         self._loaded.update({request_id: self._asked.pop(request_id) for request_id in self._asked.keys() & received})
 
-    def request_finished(self, request_id: str) -> None:
-        """The engine has finished the request, in any state."""
+    def request_finished(self, request_id: str, answer: dict[str, Any] | None = None) -> None:
+        """The engine has finished the request, in any state. ``answer``: the answer's ``kv_transfer_params``."""
+        self._answer = answer
         self._asked.pop(request_id, None)
         self._started.pop(request_id, None)
 
@@ -207,12 +210,13 @@ class FirstTokens:
             prefill_stats.finalize(scheduler.kv_cache_manager.estimate_cached_tokens(request))
         if stops:
             request.stop_reason = None if token == request.sampling_params.eos_token_id else token
-            scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_STOPPED)
+            scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_STOPPED)  # returns no answer
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=[token],
             finish_reason=request.get_finished_reason(),
             stop_reason=request.stop_reason,
+            kv_transfer_params=self._answer if stops else None,
             events=request.take_events(),
             prefill_stats=prefill_stats,
             trace_headers=request.trace_headers,

@@ -761,6 +761,16 @@ def test_d_keeps_an_answered_turn_until_it_is_sent(decode: Build) -> None:
     assert d.free_blocks == IDLE
 
 
+def test_p_answers_for_a_prompt_without_blocks_as_vllm_does(decode: Build) -> None:
+    from vllm.v1.request import RequestStatus
+
+    p = decode(role="kv_producer")
+    request = p.add("r", [3, 4, 5], dict(TO_PREFILL))
+    request.status, request.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 3
+    sends, params = p.scheduler.connector.connector_scheduler.request_finished(request, ([],))
+    assert (sends, params["remote_request_id"]) == (False, "r")
+
+
 @pytest.mark.parametrize("extra", [{}, {"bidirectional_kv_xfer": False}])
 def test_d_keeps_nothing_unless_it_is_asked_to(decode: Build, extra: dict[str, Any]) -> None:
     d = decode(extra)

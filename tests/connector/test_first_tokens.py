@@ -207,12 +207,16 @@ def decode(world: None, model: Path, monkeypatch: pytest.MonkeyPatch, scheduler:
     engines: list[Decode] = []
 
     def build(
-        first_token: str = "prefill", policy: str = "recompute", role: str = "kv_consumer", **options: Any
+        first_token: str = "prefill",
+        policy: str = "recompute",
+        role: str = "kv_consumer",
+        extra: dict[str, Any] | None = None,
+        **options: Any,
     ) -> Decode:
         port = PORTS.next_free()
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
         chosen = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, **options}
-        config = config_of(model, role, f"e-{port}", {"first_token": first_token}, **chosen)
+        config = config_of(model, role, f"e-{port}", {"first_token": first_token, **(extra or {})}, **chosen)
         config.kv_transfer_config.kv_load_failure_policy = policy
         config.scheduler_config.async_scheduling = scheduler == "AsyncScheduler"
         engines.append(Decode(config, scheduler))
@@ -403,6 +407,16 @@ def test_p_s_stop_token_is_the_whole_answer(decode: Build, token: int) -> None:
     d.ask("again", prompt=[*prompt, 5], from_p=False)
     d.run()
     assert d.outputs["again"][0].prefill_stats.num_cached_tokens == 192, "the prompt's whole blocks"
+
+
+def test_an_answer_of_one_stop_token_returns_its_turn(decode: Build) -> None:
+    d = decode(extra={"bidirectional_kv_xfer": True})
+    d.ask()
+    d.step()
+    d.load("r", EOS)
+    (output,) = d.outputs["r"]
+    params = output.kv_transfer_params
+    assert (params["remote_request_id"], params["remote_num_tokens"]) == ("r", 200 // BLOCK_SIZE * BLOCK_SIZE)
 
 
 @pytest.mark.parametrize("token", [VOCABULARY, 2**31 - 1])

@@ -494,10 +494,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
             self.cancel_receive(request.request_id)
         self.awaited.request_finished(request.request_id)
         self._hand_overs.request_finished(request.request_id, time.perf_counter())
+        answer = outcome if outcome[0] else (False, outcome[1] or self._keep_turn(request, block_ids))
         if self.first_tokens is not None:
-            self.first_tokens.request_finished(request.request_id)
+            self.first_tokens.request_finished(request.request_id, answer[1])
         self._digests.pop(request.request_id, None)
-        return outcome if outcome[0] else (False, self._keep_turn(request, block_ids))
+        return answer
 
     def _keep_turn(self, request: Request, block_ids: Any) -> dict[str, Any] | None:
         """D's request has its answer: keep its full blocks for the next turn. The last token has no KV. None: do not.
