@@ -58,6 +58,7 @@ OTHER_PROMPT_S = 0.5
 id to two requests, and they may come in any order.
 """
 NO_REQUEST = "no such request came to the prefill engine"
+REFUSED = "the prefill engine has refused the request"
 SPARE_ANSWER = "the prefill engine has one answer to the prompt, and the decode engine's request wants several (n)"
 OTHER_PROMPT = "the prefill engine's request of this id has another prompt"
 NOT_KEPT = "the decode engine does not keep this turn"
@@ -141,7 +142,13 @@ class Claims:
     def on_decline(self, message: Decline, now: float) -> None:
         """A decode engine will not load a request. If it has registered the request, the registration counts."""
         self._take_arrivals(now)
-        self._handle(self._claims.get(message.key), protocol.Declined(message), now)
+        claim, keys = self._claims.get(message.key), self._pairing.keys(message)
+        over = [each for each in self._prompts.over(keys, now) if not each.renewed]
+        if claim.state is State.IDLE and not self._is_here(message) and self._pairing.match(message, over):
+            for each in over:
+                self._prompts.request_answered(each)
+        else:
+            self._handle(claim, protocol.Declined(message), now)
 
     def on_ping(self, sender: str, message: Ping) -> None:
         """A peer asks for a ``Pong``."""
@@ -171,6 +178,23 @@ class Claims:
         self._prompts.rank_is_other(prompt, reason, now)
         self._refuse_claims_for(prompt, reason, now)
 
+    def request_refused(self, request_id: str, transfer_id: str | None, now: float) -> None:
+        """The front end has refused a request: it does not come. A request of its name that is here is another one."""
+        self._take_arrivals(now)
+        prompt = PromptRequest(request_id, transfer_id)
+        for claim in [*self._claims.waiting_with(prompt, now), *self._claims.unwanted_for(prompt, now)]:
+            named = claim.named
+            if named is None or self._is_here(named):
+                continue
+            if claim.state is State.UNWANTED:
+                self._prompts.request_answered(prompt)
+                self._handle(claim, protocol.Dropped(), now)
+            elif self._pairing.is_for(named, prompt) or self._pairing.is_spare_answer(named, [prompt]):
+                self._prompts.request_answered(prompt)
+                if claim.registration is not None and claim.registration.layerpush:
+                    self._refuse(claim, REFUSED, now)
+        self._prompts.request_ended(prompt, REFUSED, now)
+
     def may_lapse(self, request_id: str) -> bool:
         """Whether heartbeats must not prolong a request's lease: no decode engine has registered it, and a registered
         prompt waits for blocks. Any thread.
@@ -196,6 +220,7 @@ class Claims:
             return None
         exact = [each for each in meant if request_id in (each[1].request_id, each[1].prefill_request_id)]
         taken, registration = (exact or meant)[-1]
+        self._prompts.request_answered(prompt)
         self._handle(taken, protocol.Matched(), now)
         for claim, other in meant:
             if claim is not taken and not other.layerpush:
@@ -205,7 +230,9 @@ class Claims:
     def is_unwanted(self, request_id: str, now: float) -> bool:
         """Whether D cancelled or declined this request, or P refused its registration, before the request was there."""
         self._take_arrivals(now)
-        for claim in self._claims.unwanted_for(self._prompts.get(request_id), now)[:1]:
+        prompt = self._prompts.get(request_id)
+        for claim in self._claims.unwanted_for(prompt, now)[:1]:
+            self._prompts.request_answered(prompt)
             self._handle(claim, protocol.Dropped(), now)
             return True
         return False
@@ -241,6 +268,7 @@ class Claims:
         self._take_arrivals(now)
         prompt = self._prompts.get(request_id)
         for claim in self._claims.unwanted_for(prompt):
+            self._prompts.request_answered(prompt)
             self._handle(claim, protocol.Dropped(), now)
         if failure is not None:
             self._refuse_claims_for(prompt, failure, now)
@@ -343,8 +371,12 @@ class Claims:
             logger.warning("layerpush: no push for %s: %s", claim.request_id, reason)
 
     def _refuse_claims_for(self, prompt: PromptRequest, reason: str, now: float) -> None:
+        """Unless a decode engine's request has had this one: then they wait for a later one."""
+        if prompt.renewed:
+            return
         for claim in self._claims.waiting_for(prompt, now):
             if claim.registration is not None and claim.registration.layerpush:
+                self._prompts.request_answered(prompt)
                 self._refuse(claim, reason, now)
 
     def _tell(self, _: Claim, action: protocol.Tell, now: float) -> None:
@@ -364,6 +396,7 @@ class Claims:
         waiting = [each for each in self._prompts.live(keys) if self._pushes.is_waiting(each.request_id)]
         prompt = self._pairing.match(registration, waiting)
         if prompt is not None:
+            self._prompts.request_answered(prompt)
             self._handle(claim, protocol.Matched(), now)
             self._pushes.register(prompt.request_id, registration)
         elif any(self._pairing.is_misnamed(registration, each) for each in waiting):
@@ -376,7 +409,10 @@ class Claims:
         elif self._pairing.is_spare_answer(registration, self._prompts.begun_or_ended(keys)):
             self._refuse(claim, SPARE_ANSWER, now)
         elif registration.layerpush:
-            reason = self._prompts.failure_of(self._pairing.names(registration), now)
+            given = registration.prefill_request_id or ""
+            is_exact = self._pairing.base(given) != given
+            reason = self._prompts.get(given).failure if is_exact else None
+            reason = reason or self._prompts.take_failure(self._pairing.names(registration), now)
             if reason is not None:
                 self._refuse(claim, reason, now)
 

@@ -37,11 +37,13 @@ class Pairing:
         self.base = base_id
 
     def bases(self, named: Named) -> list[str]:
-        """The base ids of a registration's names. If D computes several answers to a prompt and this engine one, the
-        first of them takes that one: so the base id of its prompt counts, too.
+        """The base ids of a registration's names. If one engine computes several answers to a prompt and the other one,
+        the first of them is that one: so the base id of its prompt counts, or that of the prompt's first answer.
         """
         bases = [self.base(name) for name in self._names(named)]
         number, prompt = answer_and_prompt(self.base(named.request_id))
+        if number is None:
+            return [*bases, *(f"0_{base}" for base in bases)]
         return [*bases, prompt] if number == 0 else bases
 
     def keys(self, named: Named) -> list[str]:

@@ -49,7 +49,7 @@ class PromptRequest:
     state: PromptState = PromptState.QUEUED
     failure: str | None = None
     renewed: tuple[str, ...] = ()
-    """Its keys under which a later request has begun: its failure says nothing about that one."""
+    """Its keys under which a later request may come, or has begun: its failure says nothing about that one."""
 
 
 class PromptRequests:
@@ -92,6 +92,12 @@ class PromptRequests:
             self._keep(self._live, prompt)
         return prompt
 
+    def request_answered(self, prompt: PromptRequest) -> None:
+        """A decode engine's request has a request of this engine, or its failure. The next one of its name is for a
+        later request: a router may try again with the same id.
+        """
+        prompt.renewed = tuple(self._keys_of(prompt))
+
     def request_ended(self, prompt: PromptRequest, failure: str | None, now: float) -> None:
         """A request is over."""
         prompt.state, prompt.failure = PromptState.ENDED, failure or prompt.failure
@@ -113,16 +119,23 @@ class PromptRequests:
         keys = list(keys)
         return [each for each in self._live.find(keys) if each.state is PromptState.RUNNING] + self._ended.find(keys)
 
-    def failure_of(self, keys: Iterable[str], now: float) -> str | None:
+    def take_failure(self, keys: Iterable[str], now: float) -> str | None:
         """Why a request that is known by one of these keys failed, unless it came again. The first key counts first,
-        and the newest of its requests.
+        and the newest of its requests. A request's failure is taken once.
         """
         for key in keys:
-            over = [*self._ended.find([key], now), *self._elsewhere.find([key], now)]
-            failures = [each.failure for each in over if each.failure is not None and key not in each.renewed]
-            if failures and key not in self._live:
-                return failures[-1]
+            over = self.over([key], now)
+            failed = [each for each in over if each.failure is not None and key not in each.renewed]
+            if failed and key not in self._live:
+                for each in over:
+                    self.request_answered(each)
+                return failed[-1].failure
         return None
+
+    def over(self, keys: Iterable[str], now: float) -> list[PromptRequest]:
+        """The requests with any of these keys that have ended here a short while ago, or went to another rank."""
+        keys = list(keys)
+        return [*self._ended.find(keys, now), *self._elsewhere.find(keys, now)]
 
     def expire(self, now: float) -> None:
         """Forget what is too old."""

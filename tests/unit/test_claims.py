@@ -36,6 +36,7 @@ from layerpush.prefill.claims import (
     OTHER_PROMPT_S,
     PROBES,
     QUEUED_EVERY_S,
+    REFUSED,
     RESTARTED,
     SPARE_ANSWER,
     Claims,
@@ -623,6 +624,87 @@ def test_a_registration_after_a_failed_request_is_refused(wanted: Registration) 
     world.receives(wanted, "d-1")
     assert world.received() == [refusal]
     assert world.take_registration("a/q") is None
+
+
+@pytest.mark.parametrize(
+    "first", ["was pushed", "waited", "came late", "was cancelled", "was declined", "was declined late", "was refused"]
+)
+def test_a_second_registration_of_a_name_waits_for_a_later_request(first: str) -> None:
+    """A router tries again, at once and with the same id. The registration that has heard of the end is the first one;
+    only one that names the ended request exactly hears of it again.
+    """
+    world = World()
+    if first == "was pushed":
+        world.served()
+        world.closes(asks())
+    elif first in ("waited", "was cancelled", "was refused"):
+        world.receives(asks())
+    if first == "was cancelled":
+        world.cancels(asks())
+    elif first == "was declined":
+        world.claims.on_decline(declined(), world.now)
+    if first == "was refused":
+        world.claims.request_refused("a/p", None, world.now)
+    else:
+        world.ends("a/p")
+    if first == "came late":
+        world.receives(asks())
+    elif first == "was declined late":
+        world.claims.on_decline(declined(), world.now)
+    world.settle()
+    world.received()
+    second = asks("a/e")
+    world.receives(second)
+    assert world.received() == [Accepted("a/e")]
+    assert world.take_registration("a/q") == second
+    assert not world.is_unwanted("a/q")
+    world.receives(asks("a/f", prefill="a/p"))
+    (_, refusal) = world.received()
+    assert isinstance(refusal, Fail)
+
+
+def test_a_registration_waits_while_the_request_before_is_aborted() -> None:
+    """The second attempt's registration may come before the first one's end."""
+    world = World()
+    world.served()
+    world.receives(asks("a/e"))
+    world.ends("a/p")
+    assert world.received() == [Accepted("a/e")]
+    assert world.take_registration("a/q") == asks("a/e")
+
+
+@pytest.mark.parametrize("order", ["the refusal first", "the registration first"])
+@pytest.mark.parametrize("wanted", [asks(), asks("x/d", prefill="a"), asks("y/d", transfer="t")])
+def test_a_registration_for_a_refused_request_fails_at_once(order: str, wanted: Registration) -> None:
+    world = World()
+    if order == "the registration first":
+        world.receives(wanted)
+    world.claims.request_refused("a/p", wanted.transfer_id, world.now)
+    world.settle()
+    if order == "the refusal first":
+        world.receives(wanted)
+    assert failure(REFUSED, request_id=wanted.request_id, epoch=0) in world.received()
+    assert world.claims.pending == 0
+
+
+def test_a_refusal_fails_all_answers_to_its_prompt_and_nothing_else() -> None:
+    world, wanted = World(), answers(2)
+    for registration in (*wanted, asks("b/d"), asks("chat-a/e", layerpush=0)):
+        world.receives(registration)
+    world.received()
+    world.claims.request_refused("chat-a/p", None, world.now)
+    world.settle()
+    assert [each.request_id for each in world.received()] == [each.request_id for each in wanted]
+    assert world.claims.pending == 2, "the other name, and a stock engine's"
+
+
+def test_a_refusal_counts_for_no_request_that_is_here() -> None:
+    """Two requests may have one name. The prompt of the refused one is not known."""
+    world = World()
+    world.comes("a/p", "one")
+    world.receives(asks(digest="one"))
+    world.claims.request_refused("a/q", None, world.now)
+    assert world.take_registration("a/p") == asks(digest="one")
 
 
 def test_the_end_of_an_unrelated_request_refuses_no_registration() -> None:
@@ -1618,6 +1700,19 @@ def test_a_spare_answer_fails_until_the_ended_request_is_forgotten() -> None:
     world.tick(ENDED_S)
     world.receives(asks("2_chat-a/d", prefill="chat-a"))
     assert world.claims.pending == 1
+
+
+@pytest.mark.parametrize("first", ["P", "D"])
+def test_the_only_answer_gets_the_first_of_several_pushes(first: str) -> None:
+    world, wanted, begun = World(), asks("cmpl-x-0/d", prefill="cmpl-x-0"), ["1_cmpl-x-0/p", "0_cmpl-x-0/p"]
+    if first == "D":
+        world.receives(wanted)
+    world.begin(*begun)
+    if first == "P":
+        world.receives(wanted)
+    assert world.claims.pending == 0
+    assert world.pushes == ({begun[1]: wanted.request_id} if first == "P" else {})
+    assert world.taken == ({} if first == "P" else {begun[1]: wanted})
 
 
 def test_an_answer_to_another_prompt_is_not_spare() -> None:
