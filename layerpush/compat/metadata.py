@@ -27,6 +27,14 @@ class RankIsOther:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRefused:
+    """The front end of this prefill engine has refused a request. ``transfer_id``: its router's name of it, if any."""
+
+    request_id: str
+    transfer_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class PushDeclined:
     """This decode engine computes a request itself although the prefill engine at ``address`` has it."""
 
@@ -57,7 +65,7 @@ class TraceHeaders:
     headers: Mapping[str, str]
 
 
-Notice = RankIsOther | PushDeclined | LoadCancelled | LoadPostponed | TraceHeaders
+Notice = RankIsOther | PromptRefused | PushDeclined | LoadCancelled | LoadPostponed | TraceHeaders
 News = Arrived | Notice
 
 

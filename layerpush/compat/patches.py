@@ -89,6 +89,32 @@ PATCHES = (
         "Requests with bad `kv_transfer_params` run without a KV transfer; the engine core logs the reason.",
     ),
     Patch(
+        "refusals",
+        (
+            Target(
+                _FRONT_END,
+                "vllm.entrypoints.generate.base.serving:GenerateBaseServing._with_kv_transfer_rejection_cleanup",
+                f"{_COMPAT}.refusals:reporting_bodies",
+            ),
+            Target(
+                _FRONT_END,
+                "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens",
+                f"{_COMPAT}.refusals:reporting_tokens",
+            ),
+            Target(
+                _FRONT_END,
+                "vllm.entrypoints.serve.exception_handling.handlers.validation:validation_exception_handler",
+                f"{_COMPAT}.refusals:reporting_invalid_bodies",
+            ),
+            Target(
+                _FRONT_END, "vllm.v1.engine.async_llm:AsyncLLM.add_request", f"{_COMPAT}.refusals:reporting_requests"
+            ),
+        ),
+        "An engine learns at once that the other one's front end has refused the request.",
+        "If P refuses a request, D's load fails only after `unknown_request_timeout_s`. If D refuses a stream, or "
+        "several prompts or answers, P keeps its blocks for `kv_lease_duration`.",
+    ),
+    Patch(
         "rank-notices",
         (
             Target(

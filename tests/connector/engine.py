@@ -169,9 +169,8 @@ class Engine:
         identity = PrefillIdentity(producer.engine_id, "127.0.0.1", producer.port, ranks)
         return self.add(request_id, tokens, identity.to_decode(prefill_id or request_id), max_tokens, first)
 
-    def refuse_from(self, producer: Engine, request_id: str, prefill_id: str) -> None:
-        """D's front end has refused a request: vLLM hands the scheduler a placeholder, and aborts it."""
-        params = PrefillIdentity(producer.engine_id, "127.0.0.1", producer.port, 1).to_decode(prefill_id)
+    def refuse(self, request_id: str, params: dict[str, Any]) -> None:
+        """The front end has refused a request: vLLM hands the scheduler a placeholder, and aborts it."""
         sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
         sampling.update_from_generation_config({}, None)
         self.scheduler.add_request(Request(request_id, [0], sampling, None, abort_immediately=True))

@@ -11,7 +11,9 @@ import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from bench import calm
+from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity
 from layerpush.core.push_mode import SHORT_PROMPT
+from layerpush.prefill.claims import REFUSED
 from layerpush.prefill.push_protocol import State
 from layerpush.transport import cuda
 from layerpush.transport.base import TransportError
@@ -343,7 +345,7 @@ def test_p_frees_its_blocks_when_d_does_not_load_them(engine: Build, why: str, o
         run(p, STEPS + 1)
         assert p.finished == ["r-1"]
     if why == "refused":
-        d.refuse_from(p, "placeholder", "r-1")
+        d.refuse("placeholder", PrefillIdentity(p.engine_id, "127.0.0.1", p.port, 1).to_decode("r-1"))
     else:
         request = d.decode_from(p, "r-1", TOKENS)
         request.skip_reading_prefix_cache = why == "not loaded"
@@ -359,6 +361,25 @@ def test_p_frees_its_blocks_when_d_does_not_load_them(engine: Build, why: str, o
     step_until(p, d, done=lambda: p.sent == ["r-1"])
     assert p.free_blocks == p.config.cache_config.num_gpu_blocks - 1
     assert d.failed == (["r-1"] if why in ("no handshake", "a misfit") else [])
+
+
+@pytest.mark.parametrize("order", ["P first", "D first"])
+def test_d_hears_at_once_of_a_request_that_p_refuses(
+    engine: Build, caplog: pytest.LogCaptureFixture, order: str
+) -> None:
+    p, d = engine("kv_producer", {"unknown_request_timeout_s": 480}), engine("kv_consumer")
+    if order == "P first":
+        p.refuse("r-1", dict(TO_PREFILL))
+        run(p, 2)
+    d.decode_from(p, "r-1", TOKENS)
+    if order == "D first":
+        claims = p.worker.connector_worker.claims
+        step_until(p, d, done=lambda: claims.pending)
+        p.refuse("r-1", dict(TO_PREFILL))
+    step_until(p, d, done=lambda: d.failed == ["r-1"])
+    assert any("KV load of r-1" in line and REFUSED in line for line in caplog.messages)
+    assert p.free_blocks == p.config.cache_config.num_gpu_blocks - 1
+    assert not p.scheduler.has_requests()
 
 
 @pytest.fixture

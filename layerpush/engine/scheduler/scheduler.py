@@ -19,6 +19,7 @@ from layerpush.compat.metadata import (
     LoadCancelled,
     LoadPostponed,
     News,
+    PromptRefused,
     PushDeclined,
     RankIsOther,
     TraceHeaders,
@@ -202,6 +203,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
         """Drop bad ``kv_transfer_params`` before vLLM's code reads them."""
         self._requests[request.request_id] = request
         self._request_filter.drop_invalid(request, time.perf_counter())
+        if request.abort_immediately and is_pushed(request.kv_transfer_params):
+            self._news.append(PromptRefused(request.request_id, transfer_id(request.kv_transfer_params)))
+            request.kv_transfer_params = None
         if lacks_registration(request):
             name_prefill_request(request)
         super().on_new_request(request)

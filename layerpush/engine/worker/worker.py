@@ -32,6 +32,7 @@ from layerpush.compat.metadata import (
     LoadCancelled,
     LoadPostponed,
     Notice,
+    PromptRefused,
     PushDeclined,
     RankIsOther,
     TraceHeaders,
@@ -342,6 +343,8 @@ class LayerwisePushWorker(VllmPushWorker):
         match news:
             case RankIsOther():
                 self.claims.rank_is_other(news.request_id, news.rank, now)
+            case PromptRefused():
+                self.claims.request_refused(news.request_id, news.transfer_id, now)
             case PushDeclined():
                 self.loads.decline(news.address, news.message)
             case LoadCancelled() if news.reason == ABORTED:
