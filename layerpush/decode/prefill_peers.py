@@ -105,6 +105,7 @@ class PrefillPeers:
         peer = self.connections.peers[engine_id]
         if parameters and peer.other_sampling != parameters:
             peer.other_sampling = parameters
+            self.connections.peers.keep(peer)
             logger.warning(
                 "layerpush: prefill engine %s samples first tokens that this engine cannot use: its request for %s has "
                 "other sampling parameters: %s",

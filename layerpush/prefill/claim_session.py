@@ -38,6 +38,10 @@ from layerpush.prefill.push_protocol import Aborted
 S = State
 IN_USE = "another request of this id is being pushed"
 Key = tuple[str, str]
+CLAIM_BYTES = 1024
+"""Bytes of a claim without its messages and the names of their senders."""
+SENDER_BYTES = 64
+"""Bytes of a sender's place beside others."""
 
 
 class Claim(Machine[State, Event, Action]):
@@ -54,17 +58,18 @@ class Claim(Machine[State, Event, Action]):
         self.named: Named | None = None
         """The names and the prompt of the request: the registration, or D's ``Decline``."""
         self.filed_as: Named | None = None
-        """What ``ClaimTable`` finds it by."""
+        """What ``ClaimTable`` finds it by while it waits or is unwanted: ``named``."""
         self.answer: Answer | None = None
         """The last answer, for copies of the registration."""
         self.senders: frozenset[str] = frozenset()
         """The agents of D that have sent the registration: the first ones, if there are very many."""
         self._fingerprint: bytes | None = None
+        self._named_bytes = self._senders_bytes = 0
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of its messages."""
-        return sum(map(size_of, (self.registration, self.named, self.answer, tuple(self.senders))))
+        """Bytes of memory, about. Every copy of a registration asks for them, so they are not counted from anew."""
+        return CLAIM_BYTES + self._named_bytes + self._senders_bytes + size_of(self.answer)
 
     @property
     def waits(self) -> bool:
@@ -103,7 +108,7 @@ class Claim(Machine[State, Event, Action]):
     def _on_copy(self, event: protocol.Registered, actions: list[Action]) -> State:
         if self.state is S.IDLE:
             return self._open(event, actions, self.senders)
-        self._add_sender(event, self.senders)
+        self._add_sender(event)
         if self.answer is not None:
             actions.append(protocol.Tell(event.registration, self.answer))
             return self.state
@@ -172,7 +177,7 @@ class Claim(Machine[State, Event, Action]):
     def _on_declined(self, event: protocol.Declined, actions: list[Action]) -> State:
         if self.registration is not None and not isinstance(self.answer, Unregistered):
             return self.state  # D has registered: it will cancel, and wait for the answer
-        self.named = event.message
+        self._set(self.registration, event.message)
         actions += [protocol.Withdraw(), protocol.DropRequest()]
         return S.UNWANTED
 
@@ -181,7 +186,7 @@ class Claim(Machine[State, Event, Action]):
         if not registration.layerpush:
             if not report.drained or report.reason != Aborted.reason:
                 return self.state
-            self.registration = self.named = registration  # the request may come again
+            self._set(registration, registration)  # the request may come again
             return S.PENDING
         answer: Answer = Fail(self.request_id, report.epoch, one_line(report.reason), report.drained)
         if report.drained:
@@ -191,17 +196,24 @@ class Claim(Machine[State, Event, Action]):
         return S.ANSWERED if report.drained else self.state
 
     def _keep_registration(self, event: protocol.Registered, senders: frozenset[str] = frozenset()) -> None:
-        self.registration = self.named = event.registration
+        self._set(event.registration, event.registration)
         self._fingerprint = event.registration.fingerprint
-        self._add_sender(event, senders)
+        self.senders, self._senders_bytes = senders, sum(map(size_of, senders))
+        self._add_sender(event)
 
-    def _add_sender(self, event: protocol.Registered, senders: frozenset[str]) -> None:
-        self.senders = senders | {event.sender} if len(senders) < MAX_TP_SIZE else senders
+    def _add_sender(self, event: protocol.Registered) -> None:
+        if event.sender not in self.senders and len(self.senders) < MAX_TP_SIZE:
+            self.senders |= {event.sender}
+            self._senders_bytes += SENDER_BYTES + size_of(event.sender)
 
     def _strip(self) -> None:
         if self.registration is not None:
-            self.registration = replace(self.registration, local_block_ids=(), contact=None)
-            self.named = self.registration
+            stripped = replace(self.registration, local_block_ids=(), contact=None)
+            self._set(stripped, stripped)
+
+    def _set(self, registration: Registration | None, named: Named) -> None:
+        self.registration, self.named = registration, named
+        self._named_bytes = size_of(named) + (0 if registration is named else size_of(registration))
 
     def _end(self, message: Cancel, actions: list[Action], *, connect: bool) -> None:
         self.answer = Cancelled(self.request_id)

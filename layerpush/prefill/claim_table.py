@@ -57,9 +57,9 @@ class ClaimTable:
         self.unwanted.drop([key])
         self._served.pop(key, None)
         self._over.pop(key, None)
+        claim.filed_as = None if index is None else claim.named
         if index is not None:
             assert claim.named is not None
-            claim.filed_as = claim.named
             return index.add(claim, [key, *self._pairing.keys(claim.named)], now)
         if claim.state is not State.IDLE or claim.registration is not None:
             memory = self._served if claim.state is State.SERVED else self._over

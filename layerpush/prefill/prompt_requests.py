@@ -49,7 +49,7 @@ class PromptRequest:
     state: PromptState = PromptState.QUEUED
     failure: str | None = None
     renewed: tuple[str, ...] = ()
-    """Its keys under which a later request may come, or has begun: its failure says nothing about that one."""
+    """Those of its keys under which a later request may come, or has begun: its failure says nothing about that one."""
 
 
 class PromptRequests:
@@ -86,7 +86,7 @@ class PromptRequests:
         prompt = self.get(request_id)
         keys = self._keys_of(prompt)
         for over in (*self._ended.find(keys), *self._elsewhere.find(keys)):
-            over.renewed = tuple({*over.renewed, *keys})
+            over.renewed = tuple({*over.renewed, *keys} & {*self._keys_of(over)})
         if prompt.state is not PromptState.RUNNING:
             prompt.state, prompt.failure = PromptState.RUNNING, None
             self._keep(self._live, prompt)

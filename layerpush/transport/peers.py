@@ -87,7 +87,7 @@ class Peer:
     @property
     def held_bytes(self) -> int:
         """Bytes of memory, about."""
-        return PEER_BYTES + self.contacts.held_bytes + size_of(self.facts)
+        return PEER_BYTES + self.contacts.held_bytes + sum(map(size_of, (self.other_sampling, self.facts)))
 
 
 class Peers:
