@@ -119,7 +119,7 @@ class Load:
                 if message.first_token and self.registration.sampling is not None:
                     self.handle(load_protocol.TokenPromised(sender), now)
             case FirstToken():
-                if message.token is None:
+                if message.token is None and self.session.first_token in ("not_promised", "late"):  # the first answer
                     self._peers.samples_otherwise(self.address.engine_id, message.request_id, message.other)
                 self.handle(load_protocol.TokenArrived(sender, message.token), now)
             case PrefixLanded():

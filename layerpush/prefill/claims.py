@@ -13,7 +13,6 @@ engine uses its name. It is held until the side channel of the connected engine 
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -44,8 +43,6 @@ from layerpush.prefill.pushes import Pushes
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.connections import Connections, Probe
 
-logger = logging.getLogger(f"vllm.{__name__}")
-
 PROBES = 5
 POLL_EVERY_S = 0.25
 QUEUED_EVERY_S = 1.0
@@ -62,6 +59,13 @@ REFUSED = "the prefill engine has refused the request"
 SPARE_ANSWER = "the prefill engine has one answer to the prompt, and the decode engine's request wants several (n)"
 OTHER_PROMPT = "the prefill engine's request of this id has another prompt"
 NOT_KEPT = "the decode engine does not keep this turn"
+KINDS = {
+    NO_REQUEST: "unknown request",
+    NOT_KEPT: "turn not kept",
+    OTHER_PROMPT: "other prompt",
+    SPARE_ANSWER: "spare answer",
+}
+"""Refusals by reason, in the log and in the metrics. Those for any other reason are of one kind."""
 RESTARTED = "the decode engine was restarted after it had registered"
 
 
@@ -365,10 +369,8 @@ class Claims:
         self._handle(claim, protocol.Refused(reason), now)
 
     def _log_refusal(self, claim: Claim, reason: str, now: float) -> None:
-        if reason == NO_REQUEST:  # anybody may cause many of these
-            self._peer_errors.count("unknown request", f"no push for {claim.request_id}: {reason}", now)
-        else:
-            logger.warning("layerpush: no push for %s: %s", claim.request_id, reason)
+        kind = KINDS.get(reason, "refused registration")
+        self._peer_errors.count(kind, f"no push for {claim.request_id}: {reason}", now)
 
     def _refuse_claims_for(self, prompt: PromptRequest, reason: str, now: float) -> None:
         """Unless a decode engine's request has had this one: then they wait for a later one."""

@@ -34,8 +34,9 @@ class PeerErrors:
         self._quiet_s = quiet_s
         self._kinds: dict[str, _LoggedKind] = {}
 
-    def count(self, kind: str, text: str, now: float) -> None:
-        """Count an error of this kind. Log ``text`` unless the kind's last line is younger than ``quiet_s``.
+    def count(self, kind: str, text: str, now: float, error: Exception | None = None) -> None:
+        """Count an error of this kind. Log ``text`` unless the kind's last line is younger than ``quiet_s``, with the
+        traceback of ``error`` if that is a defect of ours.
 
         ``now`` is in seconds on any clock that only goes forward.
         """
@@ -50,4 +51,5 @@ class PeerErrors:
             return
         more = f" ({state.suppressed} more like it since the last line)" if state.suppressed else ""
         state.suppressed, state.silent_until = 0, now + self._quiet_s
-        self._logger.warning("layerpush: %s%s", one_line(text, MAX_TEXT_CHARS), more)
+        level = logging.WARNING if error is None else logging.ERROR
+        self._logger.log(level, "layerpush: %s%s", one_line(text, MAX_TEXT_CHARS), more, exc_info=error)

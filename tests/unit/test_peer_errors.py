@@ -14,7 +14,7 @@ LOGGER = logging.getLogger("vllm.layerpush.test_complaints")
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
-    monkeypatch.setattr(LOGGER, "warning", lambda text, *args: seen.append(text % args))
+    monkeypatch.setattr(LOGGER, "log", lambda _, text, *args, **__: seen.append(text % args))
     return seen
 
 

@@ -10,7 +10,7 @@
                                                                                        ``IdleConnections``
 
 The writer calls ``deliver`` once a turn. A notification that cannot be read is counted, logged and dropped. If a
-handler fails, by a defect of ours, the failure is logged and the notification is dropped.
+handler fails, by a defect of ours, so is the notification: what a peer can do once, it can do all day.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Inbox:
         self._idle = idle
         self._heartbeat = heartbeat
         self._peer_errors = peer_errors
+        self._defects = PeerErrors(logger)
         self._flush = flush
         self._waiting: deque[tuple[str, bytes]] = deque()
 
@@ -101,8 +102,8 @@ class Inbox:
                     self._loads.on_invisible(agent, message, payload, failure, now)
                 elif failure is None or not isinstance(message, PrefixLanded):
                     self._hand_over(agent, message, payload, now)
-            except Exception:  # a defect of ours costs one message, never the thread
-                logger.exception("layerpush: %s from %s failed", type(message).__name__, agent)
+            except Exception as error:  # noqa: BLE001  a defect of ours costs one message, never the thread
+                self._defects.count("defect", f"{type(message).__name__} from {agent} failed", now, error)
         return True
 
     def _flushed(self) -> str | None:
