@@ -19,7 +19,7 @@ from layerpush.compat.kinds import CacheKinds
 from layerpush.compat.nixl_connector import get_base_request_id
 from layerpush.compat.patches import VARIABLE, is_on
 from layerpush.core.first_token import Sampled
-from layerpush.core.prefixes import Prefixes
+from layerpush.core.prefixes import Prefixes, key_of
 from layerpush.core.request_names import named_prompts
 from layerpush.core.request_params import PREFIXES, TRUNCATED, is_pushed, transfer_id
 
@@ -125,7 +125,7 @@ class VllmPushScheduler(NixlPushConnectorScheduler, ABC):
         if request.prompt_embeds is not None or request.mm_features:
             return None
         adapter = request.lora_request.lora_name if request.lora_request else ""
-        return Prefixes.of(request.all_token_ids[:tokens], stride, adapter)
+        return Prefixes.of(request.all_token_ids[:tokens], stride, adapter, request.cache_salt)
 
     def stage_return(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """P's request loads ``tokens`` tokens from a decode engine: stage the registration as a decode engine does."""
@@ -187,8 +187,8 @@ class VllmPushScheduler(NixlPushConnectorScheduler, ABC):
         return named_prompts([*bases, transfer_id(params)], self.prompt_digest(request))
 
     def prompt_digest(self, request: Request) -> str | None:
-        """A digest, 32 hexadecimal digits, equal on P and D for equal prompts: their tokens, embeddings, adapter and
-        inputs of other kinds. None if P and D cannot compare them: without a prefix cache and a cache of processed
+        """A digest, 32 hexadecimal digits, equal on P and D for equal prompts: their tokens, embeddings, adapter, other
+        inputs, and ``cache_salt``. None if P and D cannot compare them: without a prefix cache and a cache of processed
         inputs, vLLM numbers inputs and hashes none. A request that the front end has refused has a placeholder as its
         prompt.
 
@@ -202,7 +202,7 @@ class VllmPushScheduler(NixlPushConnectorScheduler, ABC):
         dropped = backoff if (request.kv_transfer_params or {}).get(TRUNCATED) else 0
         whole = len(tokens) + dropped
         kept = tokens[: whole - backoff] if whole > backoff > 0 else tokens
-        digest = hashlib.blake2b(array("i", kept).tobytes(), digest_size=16)
+        digest = hashlib.blake2b(array("i", kept).tobytes(), digest_size=16, key=key_of(request.cache_salt))
         if backoff:
             digest.update(str(whole).encode())
         if embeddings is not None:

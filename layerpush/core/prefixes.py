@@ -14,6 +14,11 @@ SHOWN_CHARS = 8
 """Of each digest in a client's hands. They only choose a prefix: the whole digest decides."""
 
 
+def key_of(salt: str | None) -> bytes:
+    """A key of digests: prompts with different ``cache_salt``s have no digest in common, whatever their tokens are."""
+    return hashlib.blake2b(salt.encode(errors="surrogatepass")).digest() if salt else b""
+
+
 @dataclass(frozen=True, slots=True)
 class Prefixes:
     """``digests`` has 16 bytes for the first ``stride`` tokens, 16 for the first ``2 * stride``, and so on."""
@@ -22,9 +27,9 @@ class Prefixes:
     digests: bytes
 
     @classmethod
-    def of(cls, tokens: Sequence[int], stride: int, adapter: str = "") -> Prefixes:
-        """Equal tokens with an equal ``adapter`` have equal digests on both engines, whatever the stride."""
-        digest = hashlib.blake2b(adapter.encode() + b"\0", digest_size=DIGEST_BYTES)
+    def of(cls, tokens: Sequence[int], stride: int, adapter: str = "", salt: str | None = None) -> Prefixes:
+        """Equal tokens with equal ``adapter`` and ``salt`` have equal digests on both engines, whatever the stride."""
+        digest = hashlib.blake2b(adapter.encode() + b"\0", digest_size=DIGEST_BYTES, key=key_of(salt))
         digests, numbers = bytearray(), memoryview(array("i", tokens))
         for end in range(stride, len(tokens) + 1, stride):
             digest.update(numbers[end - stride : end])
@@ -37,6 +42,17 @@ class Prefixes:
         if tokens <= 0 or tokens % self.stride or end > len(self.digests):
             return None
         return self.digests[end - DIGEST_BYTES : end].hex()
+
+    def has(self, digest: str | None) -> bool:
+        """Whether this is the whole digest of one of the prefixes."""
+        try:
+            wanted = bytes.fromhex(digest or "")
+        except ValueError:
+            return False
+        at = -1 if len(wanted) != DIGEST_BYTES else self.digests.find(wanted)
+        while at % DIGEST_BYTES and at >= 0:
+            at = self.digests.find(wanted, at + 1)
+        return at >= 0
 
     @property
     def shown(self) -> str:

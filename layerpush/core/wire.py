@@ -292,7 +292,7 @@ class Unregistered(_PeerMessage, frozen=True):
 
 class Decline(_PeerMessage, frozen=True):
     """D will not load this request, and has not registered it: P may free its blocks. The other fields are those of a
-    registration. P does not answer.
+    registration. For a kept turn, ``prompt_digest`` is the digest of any of its prefixes. P does not answer.
     """
 
     request_id: RequestId

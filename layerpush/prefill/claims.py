@@ -57,7 +57,7 @@ id to two requests, and they may come in any order.
 NO_REQUEST = "no such request came to the prefill engine"
 REFUSED = "the prefill engine has refused the request"
 SPARE_ANSWER = "the prefill engine has one answer to the prompt, and the decode engine's request wants several (n)"
-OTHER_PROMPT = "the prefill engine's request of this id has another prompt"
+OTHER_PROMPT = "the prefill engine's request of this id has another prompt or cache_salt"
 NOT_KEPT = "the decode engine does not keep this turn"
 KINDS = {
     NO_REQUEST: "unknown request",

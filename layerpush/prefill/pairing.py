@@ -96,9 +96,13 @@ class Pairing:
         )
 
     def prompts_differ(self, named: Named, prompt: Prompt) -> bool:
-        """Whether the digests of both prompts are known, and are not equal. A kept turn needs one."""
+        """Whether the digests of both prompts are known, and are not equal. A kept turn needs one: its name alone says
+        nothing about the conversation.
+        """
         if prompt.prefixes is not None and isinstance(named, Registration):
             return named.prompt_digest is None or named.prompt_digest != prompt.prefixes.digest(named.prefix_tokens)
+        if prompt.prefixes is not None:
+            return not prompt.prefixes.has(named.prompt_digest)
         if _prefix_tokens(named):
             return True
         return prompt.prompt_digest is not None and named.prompt_digest not in (None, prompt.prompt_digest)

@@ -21,6 +21,7 @@ from layerpush.compat.push_scheduler import VllmPushScheduler
 from layerpush.compat.worker_report import TurnEnded, WorkerReport
 from layerpush.core.load_news import LoadCleared, LoadKept, LoadParked, LoadToken, LoadUnregistered
 from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity
+from layerpush.core.prefixes import Prefixes
 from layerpush.core.request_names import Arrived
 from layerpush.core.wire import PROTOCOL_VERSION
 from layerpush.engine.scheduler.scheduler import LayerwisePushScheduler
@@ -102,6 +103,7 @@ class Decode:
         params: dict[str, Any] | None = None,
         max_tokens: int = 2,
         priority: int = 0,
+        salt: str | None = None,
     ) -> Any:
         from vllm import SamplingParams
         from vllm.v1.request import Request
@@ -111,13 +113,15 @@ class Decode:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params})
         sampling.update_from_generation_config({}, None)
         hasher = block_hasher() if self.scheduler.cache_config.enable_prefix_caching else None
-        self.requests[request_id] = Request(request_id, tokens, sampling, None, block_hasher=hasher, priority=priority)
+        self.requests[request_id] = Request(
+            request_id, tokens, sampling, None, block_hasher=hasher, priority=priority, cache_salt=salt
+        )
         self.scheduler.add_request(self.requests[request_id])
         return self.requests[request_id]
 
-    def decode(self, request_id: str, tokens: int = TOKENS, priority: int = 0) -> Any:
+    def decode(self, request_id: str, tokens: int = TOKENS, priority: int = 0, salt: str | None = None) -> Any:
         params = PrefillIdentity("p", "127.0.0.1", 1, 1).to_decode(f"{request_id}-on-p")
-        return self.add(request_id, list(range(3, 3 + tokens)), params, priority=priority)
+        return self.add(request_id, list(range(3, 3 + tokens)), params, priority=priority, salt=salt)
 
     def step(
         self,
@@ -150,9 +154,9 @@ class Decode:
                     self.answers[one.request_id] = one.kv_transfer_params
         return output
 
-    def answer(self, request_id: str, tokens: int = TOKENS) -> dict[str, Any]:
+    def answer(self, request_id: str, tokens: int = TOKENS, salt: str | None = None) -> dict[str, Any]:
         """A request is loaded and answered. Returns the params for the conversation's next turn."""
-        self.decode(request_id, tokens)
+        self.decode(request_id, tokens, salt=salt)
         self.step()
         self.step(request_id)
         self.run(request_id)
@@ -629,6 +633,10 @@ def test_the_digest_covers_all_that_a_prompt_is(world: None) -> None:
         {"prompt_embeds": numbers, "prompt_is_token_ids": places[::-1]},
         {"lora_request": LoRARequest("a", 1, "/adapter")},
         {"lora_request": LoRARequest("b", 1, "/adapter")},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"cache_salt": "a", "lora_request": LoRARequest("a", 1, "/adapter")},
+        {"cache_salt": "a", "prompt_token_ids": None, "prompt_embeds": numbers},
         {"mm_features": [image("image")]},
         {"mm_features": [image("another image")]},
         {"mm_features": [image("image"), image("another image")]},
@@ -638,7 +646,7 @@ def test_the_digest_covers_all_that_a_prompt_is(world: None) -> None:
     assert digest(backoff=1, prompt_embeds=numbers) is None, "P may have dropped the last of them"
     scheduler._hashes_inputs = False
     assert digest(**prompts[-1]) is None, "vLLM has numbered the images"
-    assert digest() is not None
+    assert digest() == "4ab55daeeae7edb541e0398ba8553db4", "as in earlier releases"
 
 
 def test_vllm_hashes_inputs_for_a_cache_of_them(decode: Build) -> None:
@@ -820,14 +828,20 @@ def test_kept_turns_give_way_to_requests(decode: Build) -> None:
     assert d.reasons["large"] == "length"
 
 
-def turn_on_p(decode: Build, shared: int, policy: str = "fail", **changes: Any) -> tuple[Decode, Any]:
+def turn_on_p(
+    decode: Build,
+    shared: int,
+    policy: str = "fail",
+    salts: tuple[str | None, str | None] = (None, None),
+    **changes: Any,
+) -> tuple[Decode, Any]:
     """A P with a prompt whose first ``shared`` tokens are those of a turn of which a D keeps six blocks: it ends with
-    P's token, 7, twice.
+    P's token, 7, twice. ``salts``: D's and P's ``cache_salt``.
     """
-    params = decode(TURNS).answer("r") | changes
+    params = decode(TURNS).answer("r", salt=salts[0]) | changes
     p = decode(TURNS, role="kv_producer", policy=policy)
     text = [*range(3, 3 + TOKENS), 7, 7]
-    return p, p.add("q", [*text[:shared], *OTHERS[: 300 - shared]], params, max_tokens=1)
+    return p, p.add("q", [*text[:shared], *OTHERS[: 300 - shared]], params, max_tokens=1, salt=salts[1])
 
 
 @pytest.mark.parametrize(("shared", "blocks"), [(TOKENS + 2, FULL), (TOKENS, FULL), (100, 3), (70, 2)])
@@ -891,21 +905,52 @@ def test_an_aborted_load_of_p_is_cancelled_and_its_blocks_stay(decode: Build) ->
     assert p.free_blocks == IDLE
 
 
+@pytest.mark.parametrize("ended", ["computed", "aborted"])
 @pytest.mark.parametrize(
-    ("shared", "changes"),
+    ("shared", "changes", "declined"),
     [
-        (BLOCK_SIZE, {}),
-        (0, {}),
-        (TOKENS, {"remote_prefixes": "0" * 48}),
-        (TOKENS, {"remote_num_tokens": BLOCK_SIZE, "remote_prefixes": ""}),
+        (BLOCK_SIZE, {}, ["r"]),
+        (TOKENS, {"remote_num_tokens": BLOCK_SIZE, "remote_prefixes": ""}, ["r"]),
+        (0, {}, []),
+        (TOKENS, {"remote_prefixes": "0" * 48}, []),
+        (TOKENS, {"salts": (None, "b")}, []),
+        (TOKENS, {"salts": ("a", None)}, []),
+        (TOKENS, {"salts": ("a", "b")}, []),
     ],
-    ids=["below kv_recompute_threshold", "another conversation", "forged digests", "a short turn"],
+    ids=[
+        "below the threshold",
+        "a short turn",
+        "another conversation",
+        "forged",
+        "P's salt",
+        "D's salt",
+        "other salts",
+    ],
 )
-def test_a_turn_that_p_does_not_load_is_declined(decode: Build, shared: int, changes: dict[str, Any]) -> None:
+def test_a_turn_that_p_does_not_load_is_declined_if_it_is_the_prompts(
+    decode: Build, shared: int, changes: dict[str, Any], declined: list[str], ended: str
+) -> None:
+    """Who knows the name of another's turn, or the tokens of one with another salt, neither gets nor ends it."""
     p, _ = turn_on_p(decode, shared, **changes)
-    assert p.step().num_scheduled_tokens["q"] == 300
+    if ended == "aborted":
+        p.abort("q")
+        p.step()
+    else:
+        assert p.step().num_scheduled_tokens["q"] == 300
     assert p.metadata.push_registrations == {}
-    assert [each.message.prefill_request_id for each in p.news(PushDeclined)] == ["r"]
+    messages = [each.message for each in p.news(PushDeclined)]
+    assert [each.prefill_request_id for each in messages] == declined
+    turn = Prefixes.of(range(3, 3 + TOKENS), BLOCK_SIZE)
+    assert all(turn.has(each.prompt_digest) for each in messages)
+
+
+def test_a_turn_with_the_prompts_salt_is_loaded(decode: Build) -> None:
+    p, _ = turn_on_p(decode, TOKENS, salts=("a", "a"))
+    p.step()
+    (registration,) = p.metadata.push_registrations.values()
+    assert registration["prefix_tokens"] == FULL * BLOCK_SIZE
+    turn = Prefixes.of(range(3, 3 + TOKENS), BLOCK_SIZE, salt="a")
+    assert registration["prompt_digest"] == turn.digest(FULL * BLOCK_SIZE)
 
 
 def test_without_digests_d_decides(decode: Build) -> None:

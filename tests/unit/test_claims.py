@@ -1921,8 +1921,12 @@ def test_an_unknown_turn_is_refused_soon() -> None:
 
 
 def test_a_declined_turn_is_dropped() -> None:
+    """By a prompt that shares some of its tokens. Its name is no secret of the conversation."""
     world = keeping()
     world.writer.finished.add("a/old")
-    world.claims.on_decline(Decline("a/new", "D", "a/old"), world.now)
-    world.claims.on_decline(Decline("a/new", "E", "a/other"), world.now)
+    for number, digest in enumerate((None, "digest", Prefixes.of(range(12), 4, salt="b").digest(4))):
+        world.claims.on_decline(Decline(f"a/{number}", "D", "a/old", digest), world.now)
+    world.claims.on_decline(Decline("a/new", "E", "a/other", TURN.digest(4)), world.now)
+    assert world.writer.declined == []
+    world.claims.on_decline(Decline("a/new", "D", "a/old", TURN.digest(4)), world.now)
     assert world.writer.declined == ["a/old"]

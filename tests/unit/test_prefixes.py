@@ -37,10 +37,23 @@ def test_there_are_digests_of_whole_strides_only() -> None:
     assert [tokens for tokens in range(-2, 8) if prefixes.digest(tokens) is not None] == [2, 4]
 
 
-def test_adapters_differ() -> None:
-    plain, adapted = Prefixes.of([1, 2], 2), Prefixes.of([1, 2], 2, "adapter")
-    assert plain.shared(adapted.shown) == 0
-    assert plain.digest(2) != adapted.digest(2)
+OWNERS = [("", None), ("adapter", None), ("", "adapter"), ("adapter", "salt"), ("", "another"), ("", "\ud800")]
+
+
+def test_adapters_and_salts_differ() -> None:
+    each = [Prefixes.of([1, 2], 2, *owner) for owner in OWNERS]
+    assert len({one.digest(2) for one in each}) == len(each)
+    assert all(one.shared(other.shown) == 0 for one in each for other in each if one is not other)
+    of_earlier_releases = "a6554188d97913ad40eb09aa3738df95"
+    assert Prefixes.of([1, 2], 2, salt="").digest(2) == each[0].digest(2) == of_earlier_releases
+
+
+def test_a_prefix_is_known_by_its_whole_digest() -> None:
+    prefixes = Prefixes.of(range(8), 2)
+    assert [prefixes.has(prefixes.digest(tokens)) for tokens in (2, 8)] == [True, True]
+    across, another = prefixes.digests[8:24].hex(), Prefixes.of(range(9), 3).digest(9)
+    wrong = (None, "", "nonsense", prefixes.shown[:8], prefixes.digests.hex(), across, another)
+    assert not any(map(prefixes.has, wrong))
 
 
 def test_what_a_client_has_changed_shares_less() -> None:

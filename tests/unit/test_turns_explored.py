@@ -229,7 +229,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         lambda turn, event, actions: actions.append(protocol.Count(8)) if event.failed else None,
     ),
     "a load that ends with its request is declined": lambda patch: _replaced(
-        patch, protocol.Finished, lambda turn, event, actions: actions.append(protocol.SendDecline())
+        patch, protocol.Finished, lambda turn, event, actions: actions.append(protocol.SendDecline(REGISTER.digest))
     ),
     "a request of a kept turn's id ends it": _another_request_ends_it,
 }

@@ -269,8 +269,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if prefixes is None:
             return turn.Register(0, "")
         shared = prefixes.shared(shown or prefixes.shown)
-        shared -= shared % math.lcm(stride, size)
-        return turn.Register(shared, prefixes.digest(shared) or "")
+        whole = shared - shared % math.lcm(stride, size)
+        return turn.Register(whole, prefixes.digest(whole or shared) or "")
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """A request has its blocks: on D complete its registration, on P begin to load or to plan its prompt."""
@@ -280,15 +280,15 @@ class LayerwisePushScheduler(VllmPushScheduler):
                 self.stage_return(request, blocks, num_external_tokens)
                 self._await_return(request, blocks, register)
                 return
-            case [turn.SendDecline()]:
-                self._decline(request)
+            case [turn.SendDecline(digest)]:
+                self._decline(request, digest)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self.postponed.request_placed(request.request_id)
         staged = self.take_staged_registration(request.request_id, blocks)
         if staged is not None:
             self._await(request, staged)
         elif lacks_registration(request):
-            self._decline(request)
+            self._decline(request, self.prompt_digest(request))
             self.forget_receive(request)
         if not is_pushed(request.kv_transfer_params):
             return
@@ -309,8 +309,10 @@ class LayerwisePushScheduler(VllmPushScheduler):
             progress = PromptProgress(request.request_id, self._kinds.block_sizes, whole, chosen)
             self._prompts[request.request_id] = (request, progress)
 
-    def _decline(self, request: Request) -> None:
-        """This engine computes the prompt itself: P's blocks need not wait for a registration."""
+    def _decline(self, request: Request, digest: str | None) -> None:
+        """This engine computes the prompt itself: P's blocks need not wait for a registration, nor those of a turn that
+        D keeps. ``digest``: see ``Decline``.
+        """
         params = request.kv_transfer_params
         address = Address(
             params["remote_engine_id"],
@@ -320,7 +322,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             params.get("pp_size", 1),
         )
         names = request.request_id, self.engine_id, params["remote_request_id"]
-        self._news.append(PushDeclined(address, Decline(*names, self.prompt_digest(request), transfer_id(params))))
+        self._news.append(PushDeclined(address, Decline(*names, digest, transfer_id(params))))
 
     def _await_return(self, request: Request, blocks: KVCacheBlocks, register: turn.Register) -> None:
         staged = self.take_staged_registration(request.request_id, blocks)
@@ -481,8 +483,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._attempts.pop(request.request_id, None)
         self.postponed.request_finished(request.request_id)
         never_registered = lacks_registration(request)
-        if self._turns.handle(request.request_id, turn.Finished()) or never_registered:
-            self._decline(request)
+        match self._turns.handle(request.request_id, turn.Finished()):
+            case [turn.SendDecline(digest)]:
+                self._decline(request, digest)
+            case _ if never_registered:
+                self._decline(request, self.prompt_digest(request))
         if self._dropped.pop(request.request_id, None) is not None:
             block_ids = self.last_windows.restored(request.request_id, block_ids)
         outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)

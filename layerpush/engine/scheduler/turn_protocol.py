@@ -71,7 +71,9 @@ class Free(Action):
 
 @dataclass(frozen=True, slots=True)
 class Register(Action):
-    """Register P's blocks with D for the prompt's first ``tokens`` tokens, which have this ``digest``."""
+    """Register P's blocks with D for the prompt's first ``tokens`` tokens, which have this ``digest``. If these are too
+    few to load, it is the digest of those that the prompt shares with the turn; empty: it shares none.
+    """
 
     tokens: int
     digest: str
@@ -79,7 +81,9 @@ class Register(Action):
 
 @dataclass(frozen=True, slots=True)
 class SendDecline(Action):
-    """Tell D that P does not load the turn."""
+    """Tell D that P does not load the turn. ``digest`` is that of tokens which the prompt shares with it."""
+
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)

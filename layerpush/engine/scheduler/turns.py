@@ -26,6 +26,7 @@ class Turn(Machine[State, Event, Action]):
 
     1. D's blocks are held until every rank has ended the turn (``_on_rank_ended``): before, a WRITE may read them.
     2. P loads a turn once, or declines it once (``_on_placed``, ``_on_finished``).
+    3. P declines no turn of another conversation (``_decline``).
     """
 
     TRANSITIONS: ClassVar = TRANSITIONS
@@ -53,7 +54,10 @@ class Turn(Machine[State, Event, Action]):
 
     def _on_placed(self, event: protocol.Placed, actions: list[Action]) -> State:
         assert self.register is not None
-        actions.append(self.register if event.tokens else protocol.SendDecline())
+        if event.tokens:
+            actions.append(self.register)
+        else:
+            self._decline(actions)
         return S.RETURNING if event.tokens else S.CLOSED
 
     def _on_load_ended(self, event: protocol.LoadEnded, actions: list[Action]) -> State:
@@ -64,8 +68,13 @@ class Turn(Machine[State, Event, Action]):
 
     def _on_finished(self, _: protocol.Finished, actions: list[Action]) -> State:
         if self.state is S.BROUGHT:
-            actions.append(protocol.SendDecline())
+            self._decline(actions)
         return S.CLOSED
+
+    def _decline(self, actions: list[Action]) -> None:
+        assert self.register is not None
+        if self.register.digest:
+            actions.append(protocol.SendDecline(self.register.digest))
 
     HANDLERS: ClassVar = {
         protocol.Released: _on_released,
