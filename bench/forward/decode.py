@@ -81,7 +81,9 @@ class DecodeEnd:
 
     def _compare(self, message: Completed) -> None:
         """As an engine does. Raises ``ValueError``."""
-        wrong = self._checks.difference(self._registrations[message.request_id], message, self._load)
+        wrong = self._checks.difference(
+            self._registrations[message.request_id], message.tokens, message.sums, self._load
+        )
         if wrong is not None:
             raise ValueError(f"right KV has other checksums: {wrong}")
 

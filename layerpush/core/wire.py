@@ -189,16 +189,6 @@ class FirstToken(_PeerMessage, frozen=True, omit_defaults=True):
     other: ParameterNames = ()
 
 
-class PrefixLanded(_PeerMessage, frozen=True):
-    """The sender has written its part of the first ``tokens`` tokens of the prompt, in all layers, and will not write
-    into their blocks again. ``number`` is the registration's.
-    """
-
-    request_id: RequestId
-    number: Count
-    tokens: Count
-
-
 class PartSums(msgspec.Struct, frozen=True, array_like=True):
     """Checksums of a layer's KV: of tokens ``[start, end)`` of the prompt and KV heads ``[first_head, end_head)``, one
     of 4 bytes for every ``unit`` tokens. Heads are counted over all ranks. ``layer`` is the layer's name.
@@ -213,6 +203,22 @@ class PartSums(msgspec.Struct, frozen=True, array_like=True):
     values: Annotated[bytes, Meta(max_length=4 * MAX_CHECKSUMS)]
 
 
+Sums = Annotated[tuple[PartSums, ...], Meta(max_length=MAX_PARTS)]
+
+
+class PrefixLanded(_PeerMessage, frozen=True, omit_defaults=True):
+    """The sender has written its part of the first ``tokens`` tokens of the prompt, in all layers, and will not write
+    into their blocks again. ``number`` is the registration's. ``sums`` are checksums of parts of these tokens, and the
+    prompt has ``prompt_tokens`` tokens: only for a D whose registration ``verifies``.
+    """
+
+    request_id: RequestId
+    number: Count
+    tokens: Count
+    prompt_tokens: Count = 0
+    sums: Sums = ()
+
+
 class Completed(_PeerMessage, frozen=True):
     """As vLLM's completion: one of ``world_size`` prefill ranks has written all blocks. ``sums`` are checksums of parts
     of what it has written, taken from its own KV. The prompt has ``tokens`` tokens. Only a D whose registration
@@ -222,16 +228,19 @@ class Completed(_PeerMessage, frozen=True):
     request_id: RequestId
     world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     tokens: Count
-    sums: Annotated[tuple[PartSums, ...], Meta(max_length=MAX_PARTS)]
+    sums: Sums
 
 
-class Fail(_PeerMessage, frozen=True):
-    """The push will not complete. ``drained``: none of the sender's WRITEs for it is on the wire."""
+class Fail(_PeerMessage, frozen=True, omit_defaults=True):
+    """The push will not complete. ``drained``: none of the sender's WRITEs for it is on the wire. ``void``: no
+    ``PrefixLanded`` of the push counts any more.
+    """
 
     request_id: RequestId
     epoch: Count
     reason: Reason
     drained: bool
+    void: bool = False
 
 
 class Cancel(_PeerMessage, frozen=True):

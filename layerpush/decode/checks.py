@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
-from layerpush.core.wire import NULL_BLOCK, Completed, PartSums, Registration
+from layerpush.core.wire import NULL_BLOCK, PartSums, Registration
 from layerpush.telemetry.metrics.catalog import VERIFIED_PARTS, VERIFY_MISMATCHES
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_records import LoadRecord
@@ -28,19 +29,22 @@ class Checks:
         self._parts = parts
         self._recorder = recorder
 
-    def difference(self, registration: Registration, completed: Completed, record: LoadRecord) -> str | None:
+    def difference(
+        self, registration: Registration, tokens: int, sums: Sequence[PartSums], record: LoadRecord
+    ) -> str | None:
         """The first part of a load that differs from a prefill rank's, with both checksums; None if there is none.
 
-        ``record`` gets the number of parts and the time. What cannot be compared is logged: its bytes may be right.
+        The prompt has ``tokens`` tokens, and ``sums`` are the prefill rank's checksums. ``record`` gets the number of
+        parts and the time. What cannot be compared is logged: its bytes may be right.
         """
         began = time.perf_counter()
         try:
             left = MOST_BYTES
-            for row in completed.sums:
+            for row in sums:
                 left -= self._size(row)
                 if left < 0:
                     raise _NoPlaceError(f"its checksums are of more than {MOST_BYTES >> 20} MiB")
-                if (found := self._wrong(row, registration, completed, record)) is not None:
+                if (found := self._wrong(row, registration, tokens, record)) is not None:
                     self._recorder.count(VERIFY_MISMATCHES)
                     return found
         except Exception as error:  # noqa: BLE001  a device without memory, a peer of another set-up: the load goes on
@@ -63,11 +67,11 @@ class Checks:
             raise _NoPlaceError(f"{len(row.values)} bytes of checksums for {count} parts of {row.layer}")
         return count * layer.size(heads, layer.kernel_tokens)
 
-    def _wrong(self, row: PartSums, registration: Registration, completed: Completed, record: LoadRecord) -> str | None:
+    def _wrong(self, row: PartSums, registration: Registration, tokens: int, record: LoadRecord) -> str | None:
         layer, heads = self._parts.layers[row.layer], range(row.first_head, row.end_head)
         starts = range(row.start, row.end, row.unit)
         parts = [(start, min(start + row.unit, row.end)) for start in starts]
-        places = [_place(layer, start, end, registration, completed.tokens) for start, end in parts]
+        places = [_place(layer, start, end, registration, tokens) for start, end in parts]
         values = self._parts.checksums(row.layer, heads, places)
         self._recorder.count(VERIFIED_PARTS, number=len(parts))
         record.verified_parts += len(parts)

@@ -21,6 +21,7 @@ from layerpush.core.wire import (
     Decline,
     Fail,
     FirstToken,
+    PartSums,
     PrefixLanded,
     Queued,
     Registration,
@@ -33,7 +34,7 @@ from layerpush.decode.checks import Checks
 from layerpush.decode.early_messages import LoadMessage
 from layerpush.decode.load_protocol import Action, Event, State
 from layerpush.decode.load_session import LoadSession
-from layerpush.decode.outcomes import Outcomes
+from layerpush.decode.outcomes import Outcome, Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.peers import Address, Rank
@@ -69,8 +70,9 @@ class Load:
         self._peers = peers
         self._outcomes = outcomes
         self._checks = checks
-        self._severity = logging.WARNING
         self._completions: list[bytes] = []
+        self._prefixes: dict[str, PrefixLanded] = {}
+        """The longest one with checksums of each agent, to compare if the load fails."""
         self._know_prefixes: set[str] = set()
         """Agents that have accepted the registration with its ``prefix_tokens``."""
 
@@ -109,7 +111,7 @@ class Load:
                     plain = Completion(message.request_id, message.world_size)
                     self.on_message(sender, plain, encode_completion(plain.request_id, plain.world_size), now)
             case Fail():
-                self.handle(load_protocol.AgentFailed(sender, message.reason, message.drained), now)
+                self.handle(load_protocol.AgentFailed(sender, message.reason, message.drained, message.void), now)
             case Cancelled():
                 self.handle(load_protocol.AgentCancelled(sender), now)
             case Accepted():
@@ -124,6 +126,7 @@ class Load:
                 self.handle(load_protocol.TokenArrived(sender, message.token), now)
             case PrefixLanded():
                 if message.number == self.registration.number != 0:
+                    self._note_prefix(sender, message)
                     self.handle(load_protocol.PrefixWritten(sender, message.tokens), now)
             case Queued():
                 if self.session.state is State.WAITING:
@@ -132,18 +135,25 @@ class Load:
                 if message.attempt == self.registration.attempt:
                     self.handle(load_protocol.AgentUnregistered(sender), now)
 
+    def _note_prefix(self, sender: str, message: PrefixLanded) -> None:
+        known = self._prefixes.get(sender)
+        if self._checks is not None and message.sums and (known is None or known.tokens <= message.tokens):
+            self._prefixes[sender] = message
+
     def _is_right(self, sender: str, message: Completed, now: float) -> bool:
         """Compare what an agent has written with its checksums. A difference ends its part of the load."""
-        compares = self.session.state in (State.WAITING, State.UNREGISTERING)  # else the load has failed already
-        if self._checks is None or not compares or sender not in self.session.open_agents:
+        is_reported = self.session.state in (State.LOADED, State.PARKED)  # the engine may have used the blocks since
+        if is_reported or sender not in self.session.open_agents:
             return True
-        wrong = self._checks.difference(self.registration, message, self._record)
+        wrong = self._difference(sender, message.tokens, message.sums)
         if wrong is None:
             return True
-        reason = f"the KV from {sender} is not what it has sent: {wrong}"
-        self._severity = logging.ERROR
-        self.handle(load_protocol.AgentFailed(sender, reason, drained=True, is_wrong=True), now)
+        self.handle(load_protocol.AgentFailed(sender, wrong, drained=True, void=True), now)
         return False
+
+    def _difference(self, sender: str, tokens: int, sums: Sequence[PartSums]) -> str | None:
+        found = None if self._checks is None else self._checks.difference(self.registration, tokens, sums, self._record)
+        return None if found is None else f"the KV from {sender} is not what it has sent: {found}"
 
     def handle(self, event: Event, now: float) -> None:
         """Give an event to the session and perform its actions. Raises ``IllegalTransitionError``."""
@@ -215,24 +225,27 @@ class Load:
                 )
             case load_protocol.ReportFailed(reason):
                 self._decline_if_unregistered()
-                self._log(self._severity, f"{reason}{self._landed}")
-                self._outcomes.report_ended(self._record, "failed", reason, now, kept=self.session.landed_tokens)
+                self._report_failure("failed", reason, now)
             case load_protocol.ReportAborted(reason):
                 self._decline_if_unregistered()
-                self._log(logging.INFO, f"{reason}{self._landed}")
-                self._outcomes.report_ended(self._record, "aborted", reason, now, kept=self.session.landed_tokens)
+                self._report_failure("aborted", reason, now)
             case load_protocol.Park(reason):
-                text = f"{reason}{self._landed}; its blocks are parked until that engine answers or ends"
-                self._log(self._severity, text)
-                self._outcomes.report_ended(self._record, "parked", reason, now, kept=self.session.landed_tokens)
+                self._report_failure("parked", reason, now)
             case load_protocol.Clear():
                 logger.info("the parked blocks of %s are free again", self.session.request_id)
                 self._outcomes.report_cleared(self._record, now)
 
-    @property
-    def _landed(self) -> str:
-        tokens = self.session.landed_tokens
-        return f"; the KV of its first {tokens} tokens has landed" if tokens else ""
+    def _report_failure(self, outcome: Outcome, reason: str, now: float) -> None:
+        """Before the report: afterwards the engine keeps what has landed, and may use it."""
+        kept, level = self.session.landed_tokens, logging.INFO if outcome == "aborted" else logging.WARNING
+        found = (self._difference(agent, told.prompt_tokens, told.sums) for agent, told in self._prefixes.items())
+        wrong = next((one for one in found if one is not None), None) if kept else None
+        if wrong is not None:
+            kept, reason = 0, f"{reason}; {wrong}"
+        landed = f"; the KV of its first {kept} tokens has landed" if kept else ""
+        parked = "; its blocks are parked until that engine answers or ends" if outcome == "parked" else ""
+        self._log(logging.ERROR if wrong or self.session.is_void else level, f"{reason}{landed}{parked}")
+        self._outcomes.report_ended(self._record, outcome, reason, now, kept=kept)
 
     def _decline_if_unregistered(self) -> None:
         """P's blocks need not wait for a registration that will not come."""

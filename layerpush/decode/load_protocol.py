@@ -92,14 +92,14 @@ class PrefixWritten(Event):
 
 @dataclass(frozen=True, slots=True)
 class AgentFailed(Event):
-    """This agent will not complete the push; ``drained``: none of its WRITEs is on the wire. ``is_wrong``: it has
-    written everything, and something is wrong, so none of it is kept.
+    """This agent will not complete the push; ``drained``: none of its WRITEs is on the wire. ``void``: what it has
+    written is wrong, or it doubts that, so nothing of the load is kept.
     """
 
     agent: str
     reason: str
     drained: bool
-    is_wrong: bool = False
+    void: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ The invariants, each with the method that keeps it:
   (``_on_token_arrived``);
 - a prefix counts as landed only when every agent has written its part, and has promised not to write there again
   (``landed_tokens``);
+- a load in which something wrong has landed does not succeed, and nothing of it is kept (``_complete``,
+  ``landed_tokens``);
 - an agent that does not answer is asked again, at growing intervals (``_on_tick``).
 """
 
@@ -76,6 +78,8 @@ class LoadSession(Machine[State, Event, Action]):
         self.agents: frozenset[str] = frozenset()
         self.statuses: dict[str, FinalStatus] = {}
         self.cause: str | None = None
+        self.is_void = False
+        """Whether something that has landed is wrong, or P doubts it: the load fails, and nothing of it is kept."""
         self.first_token: int | Missing = "not_promised"
         self._cancel_timeout_s = cancel_timeout_s
         self._retry_s = RETRY_S
@@ -88,6 +92,8 @@ class LoadSession(Machine[State, Event, Action]):
     @property
     def landed_tokens(self) -> int:
         """The prompt's first tokens that stay right in the request's blocks, even if the load fails."""
+        if self.is_void:
+            return 0
         unfinished = [agent for agent in self.agents if self.statuses.get(agent) is not FinalStatus.LANDED]
         return min((self._prefixes.get(agent, 0) for agent in unfinished), default=0)
 
@@ -114,7 +120,7 @@ class LoadSession(Machine[State, Event, Action]):
 
     @property
     def _complete(self) -> bool:
-        return self.landed >= self._needed
+        return self.landed >= self._needed and not self.is_void
 
     @property
     def _is_over(self) -> bool:
@@ -149,8 +155,8 @@ class LoadSession(Machine[State, Event, Action]):
         return self.state
 
     def _on_failed(self, event: load_protocol.AgentFailed, actions: list[Action]) -> State:
-        if event.is_wrong and event.agent in self.open_agents:
-            self._prefixes.pop(event.agent, None)
+        if event.void and event.agent in self.open_agents:
+            self.is_void, self.cause = True, event.reason
         if event.drained:
             return self._settle(event.agent, FinalStatus.FAILED, event.reason, actions)
         return self._fail(event.reason, actions) if event.agent in self.open_agents else self.state

@@ -188,9 +188,9 @@ class Claim(Machine[State, Event, Action]):
                 return self.state
             self._set(registration, registration)  # the request may come again
             return S.PENDING
-        answer: Answer = Fail(self.request_id, report.epoch, one_line(report.reason), report.drained)
+        answer: Answer = Fail(self.request_id, report.epoch, one_line(report.reason), report.drained, report.void)
         if report.drained:
-            answer = Cancelled(self.request_id) if report.cancelled else answer
+            answer = Cancelled(self.request_id) if report.cancelled and not report.void else answer
             self.answer = answer
         actions.append(protocol.Tell(registration, answer))
         return S.ANSWERED if report.drained else self.state

@@ -99,27 +99,35 @@ class Links:
         """
         for route in link.routes:
             completion = encode_completion(registration.request_id, self.worker.world_size)
-            sums = () if sample is None else sample.sums(route.remote_rank)
-            if sample is not None and sums:
+            if sample is not None and (sums := sample.sums(route.remote_rank, sample.tokens)):
                 ours = Completed(registration.request_id, self.worker.world_size, sample.tokens, sums)
-                try:
-                    completion = encode(ours)
-                except WireError as error:  # the layers have long names
-                    logger.warning("the checksums of %s are left out: %s", registration.request_id, error)
+                completion = _encoded(ours, completion)
             self.worker.transport.notify(route.agent, completion)
 
-    def report_prefix(self, link: Link, registration: Registration, tokens: int) -> None:
-        """Tell each rank of the decode engine that the prompt's first ``tokens`` tokens have landed. It need not hear
-        of it: a lost message costs a computation.
+    def report_prefix(self, link: Link, registration: Registration, tokens: int, sample: Sample | None = None) -> None:
+        """Tell each rank of the decode engine that the prompt's first ``tokens`` tokens have landed, with the checksums
+        of ``sample`` for them. It need not hear of it: a lost message costs a computation.
         """
-        message = encode(PrefixLanded(registration.request_id, registration.number, tokens))
+        plain = PrefixLanded(registration.request_id, registration.number, tokens)
         for route in link.routes:
+            message = encode(plain)
+            if sample is not None and (sums := sample.sums(route.remote_rank, tokens)):
+                message = _encoded(msgspec.structs.replace(plain, prompt_tokens=sample.tokens, sums=sums), message)
             with contextlib.suppress(TransportError):
                 self.worker.transport.notify(route.agent, message)
 
     def lost(self, engine_id: str) -> None:
         """The connection to a decode engine turns out to be gone."""
         self._connections.lost(engine_id)
+
+
+def _encoded(message: Completed | PrefixLanded, plain: bytes) -> bytes:
+    """``message`` with its checksums, or ``plain`` if the layers have names that are too long."""
+    try:
+        return encode(message)
+    except WireError as error:
+        logger.warning("the checksums of %s are left out: %s", message.request_id, error)
+        return plain
 
 
 def address_of(message: Registration | Cancel | Unregister) -> Address:

@@ -35,6 +35,7 @@ from layerpush.core.push_mode import LATE_REGISTRATION, PushMode
 from layerpush.core.step_plan import ChunkPlan, whole_prompt
 from layerpush.core.wire import Registration
 from layerpush.core.write import WHOLE, MismatchError
+from layerpush.prefill.coverage import CoverageError
 from layerpush.prefill.links import Links
 from layerpush.prefill.push_protocol import (
     Action,
@@ -233,13 +234,15 @@ class Push:
             self._fail_by(error, type(event).__name__)
         self._close_if_over()
 
-    def fail(self, reason: str) -> None:
-        """End a push for good. Its session reports the failure to D at once, and again after the last WRITE."""
+    def fail(self, reason: str, *, void: bool = False) -> None:
+        """End a push for good. Its session reports the failure to D at once, and again after the last WRITE. ``void``:
+        D may not keep what it was told of.
+        """
         session = self.session
         if session.accepts(Failed):
             if session.failure is None and WHOLE.id not in self._losses:
                 self._log_failure(logging.ERROR, reason)
-            self._act(Failed(reason))
+            self._act(Failed(reason, void))
         self._close_if_over()
 
     def _fail_by(self, error: Exception, what: str) -> None:
@@ -248,7 +251,7 @@ class Push:
             self.fail(str(error))
             return
         logger.error("push of %s failed on %s", self.request_id, what, exc_info=error)
-        self.fail(f"{type(error).__name__}: {error}")
+        self.fail(f"{type(error).__name__}: {error}", void=isinstance(error, CoverageError))
 
     def chunk_planned(self, chunk: ChunkPlan, step: int, at: float) -> None:
         """Note in the record that a step took up a chunk."""
@@ -405,7 +408,7 @@ class Push:
         if self._services.is_revoked(self):
             return
         assert self.link is not None
-        self._services.links.report_prefix(self.link, action.registration, action.tokens)
+        self._services.links.report_prefix(self.link, action.registration, action.tokens, self._sample)
         self.handle(PrefixReported(action.chunk))
 
     def _hand_over(self, action: PushWhole) -> None:

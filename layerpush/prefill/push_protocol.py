@@ -113,9 +113,12 @@ class WriteLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Event):
-    """The push cannot go on: no handshake, no completion sent, broken bookkeeping."""
+    """The push cannot go on: no handshake, no completion sent, broken bookkeeping. ``void``: even what the decode
+    engine was told of may be wrong.
+    """
 
     reason: str
+    void: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +238,7 @@ class ReportFailure(Action):
     """Report to the decode engine that this epoch's completion will never come.
 
     ``drained``: none of our WRITEs for it is on the wire, so the decode engine may use its blocks again.
-    ``cancelled``: the decode engine has cancelled its registration.
+    ``cancelled``: the decode engine has cancelled its registration. ``void``: what it was told of may be wrong.
     """
 
     registration: Registration
@@ -243,6 +246,7 @@ class ReportFailure(Action):
     reason: str
     drained: bool
     cancelled: bool = False
+    void: bool = False
 
 
 @dataclass(frozen=True, slots=True)

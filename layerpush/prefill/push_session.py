@@ -106,6 +106,8 @@ class PushSession(Machine[State, Event, Action]):
         """Whether vLLM may take back a step of the prompt."""
         self._recomputes = False
         """Whether the scheduler computes the prompt again after the completion."""
+        self._void = False
+        """Whether the push has failed so that D may not keep what it was told of."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -208,6 +210,7 @@ class PushSession(Machine[State, Event, Action]):
         return self._fail(event.reason, actions)
 
     def _on_failed(self, event: push_protocol.Failed, actions: list[Action]) -> State:
+        self._void = event.void
         return self._fail(event.reason, actions)
 
     def _on_cancelled(self, _: push_protocol.CancelledByD, actions: list[Action]) -> State:
@@ -347,7 +350,7 @@ class PushSession(Machine[State, Event, Action]):
 
     def _report(self, reason: str, actions: list[Action], *, drained: bool) -> None:
         if self.registration is not None:
-            actions.append(ReportFailure(self.registration, self.epoch, reason, drained, self._cancelled))
+            actions.append(ReportFailure(self.registration, self.epoch, reason, drained, self._cancelled, self._void))
 
     def _release(self, actions: list[Action]) -> State:
         actions.append(Release())

@@ -69,12 +69,12 @@ class Sample:
                 if layer is not None and self._draw.random() < share:
                     self._take(name, layer, list(self._places(layer, part, blocks)))
 
-    def sums(self, rank: int) -> tuple[PartSums, ...]:
-        """The checksums for a decode rank."""
+    def sums(self, rank: int, end: int) -> tuple[PartSums, ...]:
+        """The checksums for a decode rank of the prompt's first ``end`` tokens."""
         rows: list[PartSums] = []
         for (to, name), taken in self._taken.items():
             heads, run = self._heads(name, rank), list[int]()
-            for start in sorted(taken) if to == rank else ():
+            for start in sorted(start for start, (last, _) in taken.items() if last <= end) if to == rank else ():
                 unit = taken[run[0]][0] - run[0] if run else 0
                 if run and (taken[run[-1]][0] != start or start - run[-1] != unit):
                     rows.append(_row(name, heads, run, taken))

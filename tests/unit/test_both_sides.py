@@ -169,8 +169,9 @@ def test_random_events_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytes
     pytest.fail("nobody noticed")
 
 
-def test_full_caches_give_way_to_each_other() -> None:
+def test_full_caches_give_way_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """P is full of a prompt that D cannot register, and D is full of one that P cannot begin. No prompt is lost."""
+    monkeypatch.setattr(decode, "OVERDUE_S", [60.0])
     outcomes = ended(full_caches(seed, limit_s=20.0) for seed in storms(0)).outcomes
     assert outcomes["loaded"] == 6 * STORMS
     assert outcomes["unregistered"] > STORMS
@@ -180,7 +181,7 @@ def test_full_caches_give_way_to_each_other() -> None:
 def test_a_lease_ends_while_a_registered_prompt_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """D does not give way, as a stock D, and its heartbeats name the prompt that P holds."""
     monkeypatch.setattr(PostponedLoads, "to_unregister", lambda *_: [])
-    monkeypatch.setattr(decode, "OVERDUE_S", 480.0)
+    monkeypatch.setattr(decode, "OVERDUE_S", [480.0])
     outcomes = full_caches(0, LEASE_S + 5.0, prompts=2, decoders=1).outcomes
     assert outcomes == {"loaded": 1, "failed": 1}
     monkeypatch.setattr(Claims, "may_lapse", lambda *_: False)

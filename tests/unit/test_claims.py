@@ -570,6 +570,16 @@ def test_a_cancel_during_a_write_is_answered_after_its_end() -> None:
     assert world.received() == [Cancelled("a/d")]
 
 
+def test_a_d_that_cancels_hears_that_p_doubts_what_has_landed() -> None:
+    """And the copies of its registration do."""
+    world = World()
+    wanted = world.served()
+    world.claims.report_failure(ReportFailure(wanted, 3, "CoverageError", True, cancelled=True, void=True), world.now)
+    world.receives(wanted, "d-1")
+    world.settle()
+    assert world.received() == 2 * [Fail("a/d", 3, "CoverageError", True, void=True)]
+
+
 def test_an_engine_cannot_cancel_registrations_of_another() -> None:
     world = World()
     wanted = world.served()

@@ -291,6 +291,23 @@ def test_every_event_in_every_state_follows_the_transition_table() -> None:
 
 
 @pytest.mark.parametrize(
+    "events",
+    [
+        [AgentCompleted("A", 3), AgentCompleted("B", 1)],
+        [AgentFailed("A", "wrong", drained=True, void=True), AgentCompleted("B", 1)],
+    ],
+    ids=["too few", "wrong"],
+)
+def test_a_load_is_not_complete_before_as_many_agents_as_one_of_them_names(events: list[Event]) -> None:
+    """Nor if one of them has written something wrong."""
+    session = LoadSession("d-1", PATIENCE_S)
+    session.handle(Registered(frozenset("ABC")), 0.0)
+    for event in events:
+        assert ReportLoaded not in map(type, session.handle(event, 0.0))
+    assert session.open_agents == {"C"}
+
+
+@pytest.mark.parametrize(
     ("events", "landed"),
     [
         ([PrefixWritten("A", 8)], 0),
@@ -299,6 +316,8 @@ def test_every_event_in_every_state_follows_the_transition_table() -> None:
         ([PrefixWritten("A", 8), AgentCompleted("B", 2)], 8),
         ([PrefixWritten("A", 8), PrefixWritten("B", 4), AgentGone("A", "gone"), PrefixWritten("A", 12)], 4),
         ([AgentGone("A", "gone"), PrefixWritten("B", 4)], 0),
+        ([PrefixWritten("A", 8), AgentCompleted("B", 2), AgentFailed("A", "wrong", drained=True, void=True)], 0),
+        ([PrefixWritten("A", 8), AgentFailed("B", "wrong", drained=True, void=True)], 0),
     ],
 )
 def test_a_prefix_has_landed_when_every_agent_has_written_its_part(events: list[Event], landed: int) -> None:

@@ -16,12 +16,14 @@ from layerpush.core.wire import (
     Accepted,
     Cancel,
     Cancelled,
+    Completed,
     Completion,
     Decline,
     Fail,
     FirstToken,
     Heartbeat,
     Message,
+    PartSums,
     Ping,
     PrefixLanded,
     Registration,
@@ -1076,6 +1078,104 @@ def test_a_prefix_of_another_registration_does_not_count(number: int, named: int
     world.receives(Fail("r", 0, "cut off", drained=True))
     assert world.engine.kept == [("r", kept)]
     assert world.engine.reports == [("failed", "r")]
+
+
+WRONG = PartSums("a", 0, 1, 0, 16, 16, b"wrong")
+RIGHT = PartSums("a", 0, 1, 0, 16, 16, b"right")
+
+
+class Compared:
+    """In the place of ``Checks``."""
+
+    def difference(self, registration: Registration, tokens: int, sums: Sequence[PartSums], _: object) -> str | None:
+        assert tokens == 96
+        return "layer a" if WRONG in sums else None
+
+
+def verified(*prefixes: PartSums, ranks: int = 2) -> World:
+    """Each rank of P has told a load of 48 of 96 tokens, with its checksums."""
+    world = World(ranks)
+    loads: Any = world.loads
+    loads._checks = Compared()
+    world.engine.known.add("r")
+    world.loads.register(replace(registration(), number=7), P, EXTRA, world.now)
+    world.settle()
+    for agent, sums in zip(world.agents, prefixes, strict=True):
+        world.receives(PrefixLanded("r", 7, 48, 96, (sums,)), agent)
+    return world
+
+
+DOUBTS: dict[str, Callable[[World], None]] = {
+    "no end": lambda world: None,
+    "deadline": lambda world: world.loads.time_out("r", "overdue", world.now),
+    "silence": lambda world: world.orders(liveness.ReportSilent("p-0", "silent")),
+    "failure": lambda world: world.receives(Fail("r", 0, "a WRITE is on the wire", drained=False)),
+    "abort": lambda world: world.loads.abort("r", "aborted", world.now),
+    "give-way": lambda world: world.loads.unregister("r", world.now),
+}
+
+
+@pytest.mark.parametrize("sums", [WRONG, RIGHT], ids=["wrong", "right"])
+@pytest.mark.parametrize("doubt", DOUBTS)
+def test_no_completion_counts_that_differs(doubt: str, sums: PartSums, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor is a part of the load kept, although the other rank's is right."""
+    world = verified(RIGHT, RIGHT)
+    DOUBTS[doubt](world)
+    with caplog.at_level(logging.INFO):
+        world.receives(Completed("r", 2, 96, (sums,)), "p-1")
+        world.receives(Completed("r", 2, 96, (RIGHT,)), "p-0")
+    if sums is WRONG:
+        assert world.reports == ["failed"]
+        assert world.engine.kept == [("r", 0)]
+        (line,) = caplog.records
+        assert (line.levelname, line.message) == (
+            "ERROR", "KV load of r from P failed: the KV from p-1 is not what it has sent: layer a",
+        )  # fmt: skip
+    else:
+        assert world.reports == (["failed"] if doubt == "abort" else ["loaded"])
+    assert world.is_over()
+
+
+ENDS: dict[str, Callable[[World], None]] = {
+    "failure": lambda world: world.receives(Fail("r", 0, "cut off", drained=True)),
+    "death": lambda world: world.orders(liveness.ReportGone("P", "p-0", "cut off")),
+    "abort": lambda world: world.loads.abort("r", "cut off", world.now),
+    "silence": lambda world: (world.orders(liveness.ReportSilent("p-0", "cut off")), world.tick(PATIENCE_S))[1],
+}
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "kept"), [((RIGHT, RIGHT), 48), ((RIGHT, WRONG), 0), ((WRONG, RIGHT), 0)], ids=["right", "p-1", "p-0"]
+)
+@pytest.mark.parametrize("end", ENDS)
+def test_no_prefix_is_kept_that_differs(
+    end: str, prefixes: tuple[PartSums, ...], kept: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = verified(*prefixes)
+    ENDS[end](world)
+    for agent in world.agents:
+        world.receives(Cancelled("r"), agent)
+    assert world.engine.kept == [("r", kept)]
+    assert ("cut off; the KV from p-" in caplog.text) == (not kept)
+
+
+def test_the_checksums_of_the_longest_prefix_count() -> None:
+    """Messages may overtake each other."""
+    world = verified(RIGHT, ranks=1)
+    world.receives(PrefixLanded("r", 7, 64, 96, (WRONG,)))
+    world.receives(PrefixLanded("r", 7, 56, 96, (RIGHT,)))
+    world.receives(Fail("r", 0, "cut off", drained=True))
+    assert world.engine.kept == [("r", 0)]
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_no_prefix_is_kept_that_p_doubts(drained: bool) -> None:
+    world = verified(RIGHT, RIGHT)
+    world.receives(Fail("r", 0, "CoverageError", drained, void=True))
+    for agent in world.agents:
+        world.receives(Fail("r", 0, "CoverageError", drained=True), agent)
+    assert world.reports == ["failed"]
+    assert world.engine.kept == [("r", 0)]
 
 
 def test_a_rank_that_has_all_of_the_kv_says_nothing_of_a_prefix() -> None:

@@ -31,6 +31,7 @@ from layerpush.core.wire import (
     PeerMessage,
     Ping,
     Pong,
+    PrefixLanded,
     Queued,
     Registration,
     Unregister,
@@ -67,7 +68,16 @@ BETWEEN_US: list[tuple[PeerMessage, dict[str, Any]]] = [
         Completed("r", 2, 9, (PartSums("a.0", 1, 2, 0, 9, 8, b"12345678"),)),
         {"request_id": "r", "world_size": 2, "tokens": 9, "sums": [["a.0", 1, 2, 0, 9, 8, b"12345678"]]},
     ),
+    (PrefixLanded("r", 7, 8), {"request_id": "r", "number": 7, "tokens": 8}),
+    (
+        PrefixLanded("r", 7, 8, 9, (PartSums("a.0", 1, 2, 0, 8, 8, b"1234"),)),
+        {"request_id": "r", "number": 7, "tokens": 8, "prompt_tokens": 9, "sums": [["a.0", 1, 2, 0, 8, 8, b"1234"]]},
+    ),
     (Fail("r", 2, "preempted", True), {"request_id": "r", "epoch": 2, "reason": "preempted", "drained": True}),
+    (
+        Fail("r", 2, "doubt", True, void=True),
+        {"request_id": "r", "epoch": 2, "reason": "doubt", "drained": True, "void": True},
+    ),
     (
         Cancel("r", "D", "::1", 65535, 1024),
         {

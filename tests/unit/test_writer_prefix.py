@@ -107,3 +107,17 @@ def test_d_hears_nothing_of_blocks_that_were_taken_away_meanwhile(how: str) -> N
         world.capture.sweep()
         world.settle()
         world.assert_delivered(prompt, wanted)
+
+
+@pytest.mark.parametrize("how", ["taken back", "aborted"])
+def test_d_keeps_nothing_that_p_doubts(how: str) -> None:
+    """vLLM takes back a step of a prompt that it has not called provisional."""
+    world, prompt, _ = registered()
+    world.step((prompt, 2 * BLOCK_SIZE))
+    assert heard(world) == [landed(2 * BLOCK_SIZE)]
+    if how == "aborted":
+        world.abort(prompt)
+    else:
+        world.capture.revoke(rewound=("p-1",))
+    world.settle()
+    assert [failure.void for failure in world.rank.failures] == [how == "taken back"]

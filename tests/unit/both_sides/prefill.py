@@ -199,7 +199,7 @@ class PrefillEngine:
         part = chunk.groups[0]
         for rank in self.ranks:
             for index, block in enumerate(part.blocks, part.first):
-                kv = request.prompt.kv(layer, index)
+                kv = request.prompt.kv(layer, index, chunk.epoch)
                 rank.write_kv(layer, block, kv if request.lost is None or index < request.lost else kv ^ 1)
             if hooked:
                 rank.capture.layer_saved(f"layers.{layer}")

@@ -26,12 +26,15 @@ from layerpush.transport.kv_parts import Field, LayerKv
 from layerpush.transport.peers import Address, Handshake, Peers, Rank
 
 if TYPE_CHECKING:
+    from tests.support.fake_transport import Bytes
     from tests.unit.both_sides.world import World
 
 LAYERS, BLOCK_BYTES, BLOCK_SIZE = 2, 8, 4
 HEADS = BLOCK_BYTES // BLOCK_SIZE
 """KV heads of a layer, each with a byte for a token."""
 P_BLOCKS, D_BLOCKS = 16, 12
+EPOCHS = 2
+"""Kinds of bytes that a prompt's epochs take turns to compute."""
 POISON = 0xEE
 SAMPLING = "greedy"
 """P's sampling parameters."""
@@ -59,10 +62,16 @@ class Prompt:
     def blocks(self) -> int:
         return -(-self.tokens // BLOCK_SIZE)
 
-    def kv(self, layer: int, index: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """The KV that attention leaves in a block."""
-        seed = [*self.text.encode(), layer, index]
+    def kv(self, layer: int, index: int, epoch: int = 0) -> Bytes:
+        """The KV that attention leaves in a block. The next epoch computes other bytes, and they are as right."""
+        seed = [*self.text.encode(), layer, index, epoch % EPOCHS]
         return np.random.default_rng(seed).integers(0, POISON, BLOCK_BYTES, dtype=np.uint8)
+
+    def holds(self, layer: int, index: int, block: Bytes) -> bool:
+        """Whether a block has this KV. A rank of P writes a head of one epoch, and the other rank may of another."""
+        heads = block.reshape(HEADS, -1)
+        known = [self.kv(layer, index, epoch).reshape(HEADS, -1) for epoch in range(EPOCHS)]
+        return all(any(np.array_equal(head, each[number]) for each in known) for number, head in enumerate(heads))
 
 
 class Turn(Prompt):
