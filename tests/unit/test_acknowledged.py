@@ -159,3 +159,4 @@ def test_a_write_that_failed_is_over_for_good() -> None:
         sides.land(handle)
     sides.p.release(handle)
     assert sides.p.notifications() == []
+    assert not sides.p._unacknowledged

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from layerpush.core.wire import Completed, PartSums, Registration
+from layerpush.core.write import Segment, Write
 from layerpush.decode import checks
 from layerpush.decode.checks import Checks
 from layerpush.prefill import samples
@@ -52,9 +53,13 @@ def record() -> LoadRecord:
     return LoadRecord(request_id="r", engine_id="D")
 
 
+def difference(parts: KvParts, message: Completed, load: LoadRecord | None = None) -> str | None:
+    return Checks(parts, Recorder()).difference(WANTED, message.tokens, message.sums, load or record())
+
+
 def test_another_checksum_is_a_difference() -> None:
     load = record()
-    found = Checks(kv(), Recorder()).difference(WANTED, completed(), load)
+    found = difference(kv(), completed(), load)
     assert found is not None
     assert "layer a, tokens 0 to 15, block 1" in found
     assert load.verified_parts == 4
@@ -63,7 +68,7 @@ def test_another_checksum_is_a_difference() -> None:
 
 @pytest.mark.parametrize("message", [completed("b"), completed(end=BLOCKS * TOKENS)], ids=["layer", "tokens"])
 def test_a_load_goes_on_if_it_cannot_be_compared(message: Completed) -> None:
-    assert Checks(kv(), Recorder()).difference(WANTED, message, record()) is None
+    assert difference(kv(), message) is None
 
 
 def test_a_load_goes_on_if_its_memory_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,13 +76,13 @@ def test_a_load_goes_on_if_its_memory_cannot_be_read(monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(KvParts, "checksums", no_memory)
-    assert Checks(kv(), Recorder()).difference(WANTED, completed(), record()) is None
+    assert difference(kv(), completed()) is None
 
 
 def test_d_reads_nothing_for_a_message_about_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "MOST_BYTES", 3 * 512)
     parts = kv()
-    assert Checks(parts, Recorder()).difference(WANTED, completed(), record()) is None
+    assert difference(parts, completed()) is None
     assert parts.read == 0
 
 
@@ -89,9 +94,30 @@ def test_p_reads_so_much_at_most_and_once_for_ranks_with_the_same_heads(monkeypa
     for found in (PLACES[:4], PLACES[4:], []):
         sample._take("a", layer, found)
     assert parts.read == 5
-    rows = [sample.sums(rank) for rank in (0, 1)]
+    rows = [sample.sums(rank, BLOCKS * TOKENS) for rank in (0, 1)]
     assert rows[0] == rows[1]
     assert sum(len(row.values) // 4 for row in rows[0]) == 5
+
+
+def test_a_new_epoch_drops_the_checksums_of_what_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P may compute other bytes than before, and may take fewer checksums of them. D keeps the first block."""
+    monkeypatch.setattr(samples, "MAX_CHECKSUMS", BLOCKS + 1)
+    sample = Sample(kv(), ["a"], 1, LINK, random.Random(0))
+    tokens = BLOCKS * TOKENS
+    link: Any = sample._link
+    link.pieces, link.replicas = None, ()
+    for epoch, kept in enumerate([0, TOKENS]):
+        write = Write(epoch, epoch, 0, 0, (Segment(slice(0, 1), 0, kept // TOKENS, BLOCKS, (), (), 0),))
+        blocks: Any = SimpleNamespace(
+            kept_tokens=kept,
+            prompt_tokens=tokens,
+            wanted=[BLOCKS],
+            sources=lambda part: [(number, number) for number in range(part.first, part.end)],
+        )
+        sample.take_checksums(write, blocks)
+    (first, *others) = sample.sums(0, tokens)
+    assert first.start == 0, "that of the kept block"
+    assert sum(len(row.values) // 4 for row in (first, *others)) == 2, "and one of the new epoch"
 
 
 def test_all_ranks_choose_the_same_pushes() -> None:
