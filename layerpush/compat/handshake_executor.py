@@ -174,16 +174,22 @@ class HandshakeExecutor:
         self._executor.shutdown(wait, cancel_futures=cancel_futures)
 
     def _start(self) -> None:
-        """Start the handshakes that may run."""
+        """Start the handshakes that may run. One whose thread cannot start fails."""
+        while (handshake := self._next()) is not None:
+            try:
+                threading.Thread(target=self._run, args=(handshake,), name="layerpush-handshake", daemon=True).start()
+            except RuntimeError as error:  # the process may have no more threads
+                self._end(handshake, None, error)
+
+    def _next(self) -> _Handshake | None:
+        """Take a handshake that may run; None: there is none."""
         with self._lock:
-            starting = []
-            for handshake in list(self._waiting):
+            for handshake in self._waiting:
                 if self._running.total() < MAX_RUNNING and self._running[handshake.host] < MAX_RUNNING_WITH_HOST:
                     self._waiting.remove(handshake)
                     self._running[handshake.host] += 1
-                    starting.append(handshake)
-        for handshake in starting:
-            threading.Thread(target=self._run, args=(handshake,), name="layerpush-handshake", daemon=True).start()
+                    return handshake
+        return None
 
     def _run(self, handshake: _Handshake) -> None:
         result, failure = None, None
@@ -195,10 +201,13 @@ class HandshakeExecutor:
             result = self._executor.submit(_with_answers, answers, handshake.of_vllm).result()
         except BaseException as error:  # noqa: BLE001  # the future's callers get it, as from vLLM's executor
             failure = error
+        self._end(handshake, result, failure)
+        self._start()
+
+    def _end(self, handshake: _Handshake, result: Any, failure: BaseException | None) -> None:
         with self._lock:
             self._running[handshake.host] -= 1
             self._running += Counter()  # without hosts that have none
-        self._start()
         if failure is None:
             handshake.outcome.set_result(result)
         else:

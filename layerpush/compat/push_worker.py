@@ -26,6 +26,7 @@ from layerpush.compat import patches
 from layerpush.compat.affinity import Affinity
 from layerpush.compat.cache_layout import check_stage, check_transferable
 from layerpush.compat.engine_settings import ends_with_flush, split_at, use_one_thread
+from layerpush.compat.engine_threads import EngineThreads
 from layerpush.compat.handshake import difference, settings_of, signed
 from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor, answered_by_layerpush
 from layerpush.compat.heartbeats import Heartbeats
@@ -99,6 +100,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
     ) -> None:
         patches.install(patches.Process.WORKER)
         self._loop: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self.threads = EngineThreads()
         use_one_thread(vllm_config)
         with Affinity() as self._cores:
             super().__init__(vllm_config, engine_id, kv_cache_config)
@@ -300,10 +302,11 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
     # Writer thread: its loop, and its inboxes.
 
     def _push_writer_loop(self) -> None:
-        self._cores.bind_writer()
-        loop = self._loop.get()
-        if loop is not None:
-            loop()
+        with self.threads.watched():
+            self._cores.bind_writer()
+            loop = self._loop.get()
+            if loop is not None:
+                loop()
 
     def use_device(self) -> None:
         """Give this thread the device's context: without one, UCX quietly leaves CUDA IPC out."""

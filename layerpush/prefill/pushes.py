@@ -369,9 +369,10 @@ class Pushes:
                 push.fail(reason)
 
     def fail_all(self, reason: str) -> None:
-        """Fail every push."""
+        """Fail every push. Raises nothing: a push that cannot fail must not save the others."""
         for push in list(self._pushes.values()):
-            push.fail(reason)
+            with logged("its failure", push.request_id):
+                push.fail(reason)
 
     def push_deferred(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None:
         """vLLM's whole push had to wait for a handshake, which is over."""

@@ -114,7 +114,7 @@ class TraceFile:
         try:
             with contextlib.closing(lines):
                 self._write_to(lines)
-        except Exception:  # any defect: the engine continues without a trace, and logs it
+        except BaseException:
             self._taken(0, lost=True)
             logger.exception("layerpush: the thread of the trace %s has died: nothing more is recorded", self._path)
             self._drain()

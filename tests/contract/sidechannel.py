@@ -36,10 +36,11 @@ def handshake(agent_metadata: bytes) -> bytes:
 
 def listener(whose: str) -> Callable[..., None]:
     if whose == "layerpush":
+        from layerpush.compat.engine_threads import EngineThreads
         from layerpush.engine.scheduler.side_channel import listen
         from layerpush.transport.port import bind
 
-        return lambda answers, ready, stop, host, port: listen(bind(host, port), answers, ready, stop)
+        return lambda answers, ready, stop, host, port: listen(bind(host, port), EngineThreads(), answers, ready, stop)
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
 
     vllms: Callable[..., None] = NixlBaseConnectorScheduler._nixl_handshake_listener

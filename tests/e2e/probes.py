@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from layerpush.compat.patches import our_connectors
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from tests.e2e.hostmain import HostedEngine
@@ -238,6 +239,24 @@ def connector_worker() -> Any:
     """This process's NIXL worker if it is layerpush's, else None."""
     worker = nixl_worker()
     return worker if hasattr(worker, "transport") else None
+
+
+def end_writer(host: HostedEngine) -> None:
+    """As ``WriterFault.end_writer``. Returns when the engine's next step is to find it."""
+    WriterFault().end_writer()
+    until(lambda: connector_worker().threads._failure, "the end of the writer thread")
+
+
+class WriterFault:
+    """What a worker of vLLM learns by ``--worker-extension-cls``."""
+
+    def end_writer(self) -> None:
+        """A defect that nobody expects ends the writer thread of this process."""
+
+        def end() -> bool:
+            raise SystemExit("a defect")
+
+        connector_worker()._writer_thread._inbox.deliver = end
 
 
 def verify(host: HostedEngine, share: float) -> None:

@@ -256,6 +256,7 @@ def engine(settings: dict[str, str] | None) -> Iterator[int]:
     """The side channel of an engine; None: of a stock one. Gives its port."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 
+    from layerpush.compat.engine_threads import EngineThreads
     from layerpush.compat.handshake import signed
     from layerpush.engine.scheduler.side_channel import listen
 
@@ -264,7 +265,8 @@ def engine(settings: dict[str, str] | None) -> Iterator[int]:
     answer = msgspec.msgpack.encode(payload if settings is None else signed(payload, settings))
     port, stop = PORTS.next_free(), threading.Event()
     bound = bind_at_once("127.0.0.1", port)
-    listener = threading.Thread(target=listen, args=(bound, {(0, 0): answer}, threading.Event(), stop))
+    arguments = (bound, EngineThreads(), {(0, 0): answer}, threading.Event(), stop)
+    listener = threading.Thread(target=listen, args=arguments)
     listener.start()
     try:
         yield port

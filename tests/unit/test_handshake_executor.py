@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -206,6 +207,23 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     monkeypatch.setattr(handshake_executor, "ask", one)
     yield one
     one.over.set()
+
+
+def test_threads_that_cannot_start_fail_their_handshakes_only(
+    handshakes: HandshakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each hears of it: nobody would ask for those that wait for a place."""
+    with listening(answers_each(b"rank 0")) as port:
+        with monkeypatch.context() as limited:
+            limited.setattr(handshake_executor, "MAX_RUNNING_WITH_HOST", 0)
+            waiting = [submit(handshakes, HOST, port) for _ in range(3)]
+            limited.setattr(handshake_executor, "MAX_RUNNING_WITH_HOST", 1)
+            limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            waiting.append(submit(handshakes, HOST, port))
+        for each in waiting:
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                each.result(0)
+        assert submit(handshakes, HOST, port).result(20)[0] == "D"
 
 
 def test_few_handshakes_with_a_host_run_and_too_many_fail(handshakes: HandshakeExecutor, asked: Asked) -> None:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 
 from bench.servers.ports import PortAllocator
+from layerpush.compat.engine_threads import EngineThreads
 from layerpush.compat.handshake import MAX_ANSWER_BYTES, signed
 from layerpush.core.liveness import Verdict
 from layerpush.engine.worker import side_channel_probe as probe_module
@@ -311,7 +313,7 @@ def test_a_probe_leaves_no_file_or_thread_open() -> None:
 
 @pytest.fixture
 def prober() -> Iterator[Prober]:
-    one = Prober()
+    one = Prober(EngineThreads())
     yield one
     one.close()
     until(lambda: not probing())
@@ -386,8 +388,18 @@ def test_a_defect_costs_one_verdict_only(prober: Prober, monkeypatch: pytest.Mon
     assert [verdicts.get(timeout=10) for _ in range(2)] == [Verdict.UNKNOWN, Verdict.ALIVE]
 
 
+def test_a_thread_that_cannot_start_costs_one_verdict_only(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        prober.start(HOST, PORTS.next_free(), NAME, 0, verdicts.put)
+        prober.search(HOST, PORTS.next_free(), 0, lambda _: None)
+    prober.start(HOST, PORTS.next_free(), NAME, 0, verdicts.put)
+    assert [verdicts.get(timeout=10) for _ in range(2)] == [Verdict.UNKNOWN, Verdict.ENDED]
+
+
 def test_a_closed_prober_starts_and_reports_nothing() -> None:
-    prober, verdicts = Prober(), []
+    prober, verdicts = Prober(EngineThreads()), []
     prober.close()
     for _ in range(probe_module.MAX_PENDING + 2):
         prober.start(HOST, 1, NAME, 0, verdicts.append)
@@ -396,7 +408,7 @@ def test_a_closed_prober_starts_and_reports_nothing() -> None:
 
 
 def test_close_drops_waiting_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, prober = HeldProbe(monkeypatch), Prober()
+    held, prober = HeldProbe(monkeypatch), Prober(EngineThreads())
     held.start(prober, *range(5))
     prober.close()
     held.let()

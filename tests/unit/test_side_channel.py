@@ -113,6 +113,24 @@ def listening(
     assert not thread.is_alive(), "the listener does not end"
 
 
+@pytest.mark.parametrize("method", ["_accept", "_reset"])
+def test_the_listener_outlives_a_defect_that_a_peer_meets(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening() as asker:
+        asker.check_answered()
+        sound, failed = getattr(Listener, method), threading.Event()
+
+        def once(*args: Any) -> Any:
+            if failed.is_set():
+                return sound(*args)
+            failed.set()
+            raise MemoryError
+
+        monkeypatch.setattr(Listener, method, once)
+        asker.send_bytes(b"no ZMTP")
+        asker.check_answered()
+        assert failed.is_set()
+
+
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Asker]:
     with listening() as asker:

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +14,7 @@ from bench.waiting import WaitingRank as Rank
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.wire import Ping, encode
 from layerpush.decode.load_session import LoadSession
+from layerpush.engine.worker import writer_thread
 from layerpush.engine.worker.writer_thread import IDLE_POLL_S, LONGEST_POLL_S, NOTIFICATION_POLL_S
 from layerpush.prefill.push_session import PushSession
 
@@ -133,6 +135,43 @@ def test_the_next_turn_is_due_when_the_first_part_is() -> None:
     assert rank.writer._next_due(now) == now + 20e-3
     rank.loads._deadlines.set(load, None)
     assert rank.writer._next_due(now) > now + IDLE_POLL_S
+
+
+def test_the_writer_outlives_failed_turns_whatever_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, turns = waiting("P"), list[float]()
+
+    def fail() -> None:
+        turns.append(time.perf_counter())
+        if len(turns) == 3:
+            rank.writer._stop.set()
+        raise MemoryError
+
+    monkeypatch.setattr(rank.pushes, "turn", fail)
+    monkeypatch.setattr(rank.pushes, "fail_all", Mock(side_effect=MemoryError))
+    rank.writer.run()
+    assert len(turns) == 3
+
+
+def test_a_push_that_cannot_fail_does_not_save_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = waiting("P")
+    first = next(iter(rank.pushes._pushes.values()))
+    monkeypatch.setattr(first, "fail", Mock(side_effect=MemoryError))
+    rank.pushes.fail_all("broken")
+    assert len(rank.pushes) == 1
+
+
+def test_turns_that_fail_for_a_second_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests would wait without end. The thread's end ends the engine."""
+    monkeypatch.setattr(writer_thread, "FAILING_S", 0.05)
+    rank = waiting("D")
+    monkeypatch.setattr(rank.loads, "tick", Mock(side_effect=ZeroDivisionError))
+    rank.writer._failing_since = 0.0
+    with monkeypatch.context() as sound:
+        sound.setattr(rank.loads, "tick", lambda _: None)
+        rank.writer.turn(True)
+    assert rank.writer._failing_since is None, "one good turn is enough"
+    with pytest.raises(ZeroDivisionError):
+        rank.writer.run()
 
 
 def test_a_turn_that_fails_does_not_come_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

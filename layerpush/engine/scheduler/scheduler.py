@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from layerpush.compat import early_answer, first_tokens, patches
 from layerpush.compat.engine_settings import engine_fallback
+from layerpush.compat.engine_threads import EngineThreads
 from layerpush.compat.first_tokens import FirstTokens
 from layerpush.compat.kinds import CacheKinds
 from layerpush.compat.metadata import (
@@ -117,6 +118,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         patches.install(patches.Process.ENGINE_CORE)
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._config = config
+        self._threads = EngineThreads()
         self._kinds = CacheKinds(kv_cache_config)
         self._requests: dict[str, Request] = {}
         """Requests that vLLM has not finished. Ranks may still send news of others: see ``_reported``."""
@@ -182,7 +184,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def open_side_channel(self, host: str, port: int) -> Callable[..., None]:
         """Listen, and return the function that answers queries. Raises ``SideChannelError`` if the port is taken."""
-        return partial(listen, bind(host, port))
+        return partial(listen, bind(host, port), self._threads)
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         """``kv_cache_manager`` owns the engine's KV cache blocks."""
@@ -354,7 +356,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._hand_overs.request_registered(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LayerwiseMetadata:
-        """Add the step's plan, and the news since the last step, to vLLM's metadata."""
+        """Add the step's plan, and the news since the last step, to vLLM's metadata.
+
+        Raises ``EngineThreadError`` if the side channel's thread has ended.
+        """
+        self._threads.check()
         self._step_is_due = False
         growth = len(scheduler_output.num_scheduled_tokens) * len(self._kinds.all)
         failed = any(map(lacks_registration, self._unplaced.values()))
@@ -548,6 +554,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def shutdown(self) -> None:
         """Stop vLLM's scheduler side, and close the trace."""
+        self._threads.close()
         super().shutdown()
         self._trace.close()
 

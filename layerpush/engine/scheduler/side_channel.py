@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from layerpush.compat.engine_threads import EngineThreads
 from layerpush.compat.nixl_connector import GET_META_MSG
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.zmtp import GREETING, MORE, Frames, ZmtpError, header, ready
@@ -47,13 +48,19 @@ class QueryError(ValueError):
 
 
 def listen(
-    bound: socket.socket, answers: HandshakeAnswers, ready: threading.Event, stop: threading.Event, *_: object
+    bound: socket.socket,
+    threads: EngineThreads,
+    answers: HandshakeAnswers,
+    ready: threading.Event,
+    stop: threading.Event,
+    *_: object,
 ) -> None:
     """Runs in vLLM's listener thread instead of vLLM's own loop: good queries get the same answers, bad ones none.
 
-    ``bound`` is of ``bind``; the other arguments are vLLM's.
+    ``bound`` is of ``bind``; ``threads`` watches this one; the other arguments are vLLM's.
     """
-    Listener(bound, answers, stop).run(ready)
+    with threads.watched():
+        Listener(bound, answers, stop).run(ready)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +99,8 @@ class Listener:
 
     At most ``limit`` connections are open. Beyond, and when the process may open no more files, one is closed: of the
     host with the most connections, the one whose last query is oldest. One thread runs all of it.
+
+    After a defect it closes all connections and goes on: anybody may connect, and none may end the engine.
     """
 
     def __init__(
@@ -106,15 +115,25 @@ class Listener:
 
     def run(self, ready: threading.Event) -> None:
         """Serve until ``stop`` is set, and close the socket. ``ready`` is set at the beginning."""
-        with self._bound, selectors.DefaultSelector() as self._selector:
+        ready.set()  # connections wait in the socket's queue; the engine's start would wait for this without end
+        with self._bound:
             self._bound.setblocking(False)
+            while not self._stop.is_set():
+                try:
+                    self._serve_all()
+                except Exception as error:  # noqa: BLE001  no connection and no defect of a turn ends the listener
+                    self._report("defect", f"closed all connections: {type(error).__name__}: {error}")
+                    self._stop.wait(NO_FILE_PAUSE_S)
+
+    def _serve_all(self) -> None:
+        with selectors.DefaultSelector() as self._selector:
             self._selector.register(self._bound, selectors.EVENT_READ)
-            ready.set()
             try:
                 while not self._stop.is_set():
                     self._turn()
             finally:
-                for asker in self._askers:
+                askers, self._askers = self._askers, {}
+                for asker in askers:
                     asker.connection.close()
 
     def _turn(self) -> None:

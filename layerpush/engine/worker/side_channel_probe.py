@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from layerpush.compat.engine_threads import EngineThreads
 from layerpush.compat.handshake import MAX_ANSWER_BYTES, Agent, agent_of_handshake, handshake_query
 from layerpush.core.liveness import Verdict
 from layerpush.transport.zmtp import Req, ZmtpError, connect
@@ -85,9 +86,12 @@ def _query(host: str, port: int, tp_rank: int, pp_rank: int, timeout_s: float) -
 class Prober:
     """Runs probes and searches one by one, on a thread of its own that the first one starts. A probe overtakes the
     searches that are queued. Any thread may call it.
+
+    Without the thread nobody would learn of the end of a peer: ``threads`` watches it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: EngineThreads) -> None:
+        self._threads = threads
         self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue(MAX_PENDING)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -105,7 +109,7 @@ class Prober:
     ) -> None:
         """Queue a probe. ``on_verdict`` gets the verdict on the prober's thread.
 
-        If the queue is full, it gets UNKNOWN at once.
+        If the queue is full, or no thread can start, it gets UNKNOWN at once.
         """
 
         def job() -> None:
@@ -146,13 +150,18 @@ class Prober:
             self._jobs.put_nowait((-1, 0, None))
 
     def _queue(self, job: Callable[[], None], after: int = 0) -> bool:
-        """Queue a job that ``after`` later ones may overtake; False if the queue is full."""
+        """Queue a job that ``after`` later ones may overtake; False if the queue is full, or no thread can start."""
         with self._lock:
             if self._closed:
                 return True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="layerpush-probe", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="layerpush-probe", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    logger.warning("layerpush: cannot ask a side channel: %s", error)
+                    return False
+                self._thread = thread
             try:
                 number = next(self._numbers)
                 self._jobs.put_nowait((number + after, number, job))
@@ -161,5 +170,6 @@ class Prober:
             return True
 
     def _run(self) -> None:
-        while (job := self._jobs.get()[2]) is not None:
-            job()
+        with self._threads.watched():
+            while (job := self._jobs.get()[2]) is not None:
+                job()

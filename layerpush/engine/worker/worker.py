@@ -115,7 +115,7 @@ class LayerwisePushWorker(VllmPushWorker):
         self._config = config
         self._reported: deque[Reported] = deque()
         self._unreported_aborts, self._settles = UnreportedAborts(), False
-        self._prober = Prober()
+        self._prober = Prober(self.threads)
         self._spans = Spans(emit_span, REQUEST_ID)
         self._trace = SpannedTrace(config.trace_dir, engine_id, self.tp_rank, self._spans)
         self._gathering = WorkerGathering(self, config)
@@ -240,6 +240,8 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def shutdown(self) -> None:
         """Stop the writer, then vLLM's worker, and NIXL with it. Also after an initialiser that failed. Main thread."""
+        if hasattr(self, "threads"):
+            self.threads.close()
         thread, self._writer_thread = self._writer_thread, None
         stopped = self.join_writer(DRAIN_S) if thread is None else thread.stop()
         if stopped and hasattr(self, "_gathering"):
@@ -252,7 +254,11 @@ class LayerwisePushWorker(VllmPushWorker):
     # Main thread: hooks of a step. ``step_events`` has those for a layer and for the end of the forward pass.
 
     def arm(self, metadata: LayerwiseMetadata) -> None:
-        """A step begins: queue its registrations, news, finished requests and plan, and wake the writer."""
+        """A step begins: queue its registrations, news, finished requests and plan, and wake the writer.
+
+        Raises ``EngineThreadError`` if a thread of this worker has ended.
+        """
+        self.threads.check()
         if self.has_copies:
             self.count_as_sent(metadata)
             return

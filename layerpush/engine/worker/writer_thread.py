@@ -29,7 +29,9 @@ often the longer no notification has come and no wait has begun or ended (``poll
 when they are due (``next_due``), and the writer sleeps until the least of these times. If it wakes up before, was not
 woken, and finds no notification, it goes back to sleep and touches nothing. A full turn follows at least every 50 ms.
 
-A failed call is logged and ends its push, if it has one. A failed turn ends every push. The thread runs until ``stop``.
+A failed call is logged and ends its push, if it has one. A failed turn ends every push. The thread runs until
+``stop``. If every turn fails for a second, or any other exception leaves the loop, the engine ends
+(``compat.engine_threads``).
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -61,6 +64,8 @@ POLL_SHARE = 0.01
 """Between two polls, as a part of the time since the last notification, or since the number of waits changed."""
 IDLE_POLL_S = 50e-3
 DRAIN_S = 2.0
+FAILING_S = 1.0
+"""If every turn fails for so many seconds, the thread ends, and with it the engine."""
 THREAD_NAME = "push-writer"
 """As the system knows it: for ``top -H``, ``perf``, and for counting its CPU time. At most 15 characters."""
 
@@ -108,9 +113,11 @@ class WriterThread:
         """Loads and pushes that await a notification."""
         self._changed_at = 0.0
         """When their number changed, or a notification came."""
+        self._failing_since: float | None = None
+        """When the first of the last turns failed, if all since then have failed."""
 
     def run(self) -> None:
-        """The loop, until ``stop``. Writer thread."""
+        """The loop, until ``stop``. Writer thread. An exception that leaves it ends the engine."""
         _name_this_thread(THREAD_NAME)
         _call("using the device", self._worker.use_device)
         while not self._stop.is_set():
@@ -118,10 +125,8 @@ class WriterThread:
             self._lag.turn_began(time.perf_counter())
             try:
                 self.turn(woken)
-            except Exception as error:  # the engine must outlive any defect here: every push fails, none completes
-                logger.exception("layerpush: the writer's turn failed")
-                self._pushes.fail_all(f"{type(error).__name__}: {error}")
-                self._due = time.perf_counter() + NOTIFICATION_POLL_S
+            except Exception as error:  # noqa: BLE001  the engine outlives it: every push fails, none completes
+                self._turn_failed(error)
             now = time.perf_counter()
             timeout = max(0.0, min(self._due - now, self.poll_s(now)))
             self._lag.turn_ended(now, timeout)
@@ -160,8 +165,20 @@ class WriterThread:
         waits = len(self._loads) + self._pushes.awaiting
         if found or waits != self._waits:
             self._waits, self._changed_at = waits, now
+        self._failing_since = None
         self.due = self._next_due(now)
         self._due = min(now + IDLE_POLL_S, self.due)
+
+    def _turn_failed(self, error: Exception) -> None:
+        """Fail every push. Raises ``error`` if turns have failed for too long: requests would wait without end."""
+        now = time.perf_counter()
+        if self._failing_since is None:
+            self._failing_since = now
+            logger.exception("layerpush: the writer's turn failed")
+        elif now - self._failing_since >= FAILING_S:
+            raise error
+        _call("to fail every push", partial(self._pushes.fail_all, f"{type(error).__name__}: {error}"))
+        self._due = time.perf_counter() + NOTIFICATION_POLL_S
 
     def poll_s(self, now: float) -> float:
         """Seconds between two questions to NIXL for notifications."""
