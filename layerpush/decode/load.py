@@ -167,7 +167,7 @@ class Load:
         error: str | None,
         now: float,
     ) -> None:
-        if self.session.state is not State.REGISTERING:
+        if not self.session.is_unsent:
             return
         engine_id, peers = self.address.engine_id, self._peers
         error = error or self._worker.mismatch(engine_id)

@@ -4,6 +4,9 @@ A decode engine (D) registers a request with a prefill engine (P), and P's ranks
 P rank that was sent the registration is an *agent*: the NIXL agent of one process. An agent may write until it has
 its ``FinalStatus``. The blocks belong to D's engine again when no agent may write.
 
+An engine of several ranks has a load on each. The scheduler sends an event to all of them once, and they may be in
+different states: one rank still connects while another has its answers.
+
 ``TRANSITIONS`` lists every event that changes something in a state, and every state that it may lead to. ``IGNORED``
 lists the events that a state accepts without effect. ``load_session`` runs on these tables, and the documentation is
 drawn from the first.
@@ -19,7 +22,8 @@ from layerpush.core.first_token import Missing
 
 
 class State(enum.Enum):
-    REGISTERING = "no prefill engine knows of the load yet"
+    REGISTERING = "this rank has not sent the registration yet: it connects to the prefill engine"
+    POSTPONED = "as `REGISTERING`, and the engine needs the blocks: the rank registers, and unregisters at once"
     WAITING = "registered: prefill ranks may write"
     UNREGISTERING = "prefill ranks are asked to drop the registration: one that has begun may write, and goes on"
     CANCELLING = "the load has failed: prefill ranks are asked to stop, and may still write"
@@ -217,6 +221,10 @@ S = State
 TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     S.REGISTERING: {
         Registered: {S.WAITING}, RegistrationFailed: {S.CLOSED}, Aborted: {S.CLOSED}, TimedOut: {S.CLOSED},
+        GaveWay: {S.POSTPONED},
+    },
+    S.POSTPONED: {
+        Registered: {S.UNREGISTERING}, RegistrationFailed: {S.CLOSED}, Aborted: {S.CLOSED}, TimedOut: {S.CLOSED},
     },
     S.WAITING: {
         AgentCompleted: {S.WAITING, S.LOADED, S.CLOSED}, AgentFailed: {S.WAITING, S.CANCELLING, S.CLOSED},
@@ -256,7 +264,7 @@ _HAS_FAILED = {AgentSilent, TimedOut, AgentUnregistered, GaveWay}
 _IS_REPORTED = {*_HAS_FAILED, Aborted, TokenPromised, TokenArrived}
 
 IGNORED: Mapping[State, set[type[Event]]] = {
-    S.REGISTERING: {GaveWay},
+    S.POSTPONED: {GaveWay},
     S.WAITING: {Tick},
     S.UNREGISTERING: {GaveWay},
     S.LOADED: {*_HAS_FAILED, TokenPromised, PrefixWritten, AgentCompleted, AgentFailed, AgentCancelled, AgentGone},

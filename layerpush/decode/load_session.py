@@ -4,7 +4,8 @@ A session follows one request from its registration until no prefill rank can wr
 in ``load_protocol`` have the events that each state accepts and the states that they may lead to. Any other event or
 next state raises ``IllegalTransitionError``.
 
-    REGISTERING   D connects and sends the registration
+    REGISTERING   this rank of D connects and sends the registration; P may know it from another rank
+    POSTPONED     the engine needs the blocks; the rank connects on, because P may have begun, and then asks P
     WAITING       agents may write; the load is wanted
     UNREGISTERING the engine needs the blocks; agents are asked to drop the registration, and go on if they have begun
     LOADED        every byte is there; an agent has promised P's first token, which may come for ``TOKEN_WAIT_S`` longer
@@ -98,6 +99,11 @@ class LoadSession(Machine[State, Event, Action]):
         return min((self._prefixes.get(agent, 0) for agent in unfinished), default=0)
 
     @property
+    def is_unsent(self) -> bool:
+        """Whether this rank has sent the registration to no agent yet."""
+        return self.state in (S.REGISTERING, S.POSTPONED)
+
+    @property
     def open_agents(self) -> frozenset[str]:
         """The agents that may write into the request's blocks now or later."""
         return self.agents - self.statuses.keys()
@@ -126,11 +132,14 @@ class LoadSession(Machine[State, Event, Action]):
     def _is_over(self) -> bool:
         return self._complete or not self.open_agents
 
-    def _on_registered(self, event: load_protocol.Registered, _: list[Action]) -> State:
+    def _on_registered(self, event: load_protocol.Registered, actions: list[Action]) -> State:
         if not event.agents:
             raise IllegalTransitionError(f"{self.request_id}: registered with nobody")
         self.agents = event.agents
-        return S.WAITING
+        if self.state is S.REGISTERING:
+            return S.WAITING
+        self._ask(actions, S.UNREGISTERING)
+        return S.UNREGISTERING
 
     def _on_completed(self, event: load_protocol.AgentCompleted, actions: list[Action]) -> State:
         if event.agent in self.open_agents:
@@ -166,6 +175,8 @@ class LoadSession(Machine[State, Event, Action]):
         return self._settle(event.agent, FinalStatus.CANCELLED, cause, actions)
 
     def _on_gave_way(self, _: load_protocol.GaveWay, actions: list[Action]) -> State:
+        if self.state is S.REGISTERING:
+            return S.POSTPONED
         if not self.open_agents:
             return self._unregistered(actions)
         self._ask(actions, S.UNREGISTERING)
@@ -191,7 +202,7 @@ class LoadSession(Machine[State, Event, Action]):
         return self._fail(event.reason, actions) if event.agent in self.open_agents else self.state
 
     def _on_aborted(self, event: load_protocol.Aborted, actions: list[Action]) -> State:
-        if self.state in (S.REGISTERING, S.LOADED) or not self.open_agents:
+        if self.state is S.LOADED or not self.open_agents:
             self.cause = event.reason
             actions.append(ReportAborted(event.reason))
             return S.CLOSED
@@ -229,7 +240,7 @@ class LoadSession(Machine[State, Event, Action]):
     def _fail(self, cause: str, actions: list[Action]) -> State:
         """The load cannot succeed any more. The agents that may write are asked to stop, unless they were asked."""
         self.cause = self.cause or cause
-        if self.state is S.REGISTERING or not self.open_agents:
+        if not self.open_agents:
             return self._close(cause, actions)
         if self.state not in (S.WAITING, S.UNREGISTERING):
             return self.state

@@ -159,7 +159,7 @@ class Loads:
 
     def _on_message(self, sender: str, message: LoadMessage, payload: bytes, now: float) -> None:
         load = self._open.get(message.request_id)
-        if load is None or load.session.state is State.REGISTERING:
+        if load is None or load.session.is_unsent:
             if load is None and isinstance(message, FirstToken):
                 return  # the load is over, so its token is of no use
             if not isinstance(message, Cancelled | PrefixLanded | Queued | Unregistered):

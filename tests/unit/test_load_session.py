@@ -212,6 +212,7 @@ class AccountedLoad:
         assert (session.state is State.PARKED) == (self.reports == [Park])
         assert (session.state is State.CLOSED) == (self.reports not in ([], [Park]))
         assert self.cause in (None, session.cause)
+        assert (session.state is State.POSTPONED) == (self.gave_way and not self.agents and not self.reports)
         if session.agents:
             awaits_word = session.state is State.WAITING and bool(self.unregistered)
             is_over = self.is_complete or not (self.writers or awaits_word)
@@ -227,7 +228,8 @@ class AccountedLoad:
     def _check_clock(self) -> None:
         """A tick acts at its due time, and not just before."""
         due = self.session.next_due(self.now)
-        assert (due is not None) == (self.session.state not in (State.REGISTERING, State.WAITING, State.CLOSED))
+        waits = self.session.is_unsent or self.session.state is State.WAITING
+        assert (due is not None) == (not waits and self.session.state is not State.CLOSED)
         if due is None:
             return
         assert due >= self.now

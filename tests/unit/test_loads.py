@@ -11,7 +11,15 @@ from msgspec.structs import replace
 
 from layerpush.core import liveness
 from layerpush.core.liveness import PeerAction, Verdict
-from layerpush.core.load_news import LoadCleared, LoadCompleted, LoadKept, LoadNews, LoadParked, LoadToken
+from layerpush.core.load_news import (
+    LoadCleared,
+    LoadCompleted,
+    LoadKept,
+    LoadNews,
+    LoadParked,
+    LoadToken,
+    LoadUnregistered,
+)
 from layerpush.core.wire import (
     Accepted,
     Cancel,
@@ -27,6 +35,8 @@ from layerpush.core.wire import (
     Ping,
     PrefixLanded,
     Registration,
+    Unregister,
+    Unregistered,
     WireError,
     encode,
     encode_completion,
@@ -50,6 +60,8 @@ from tests.support.measured import measured
 from tests.unit.fake_peers import FakePeers
 
 PATIENCE_S = 20.0
+RANK = 3
+"""The rank of D whose loads these are."""
 P = Address("P", "10.0.0.5", 5600, tp_size=1, notify_only=True)
 EXTRA = {"remote_engine_id": "P", "remote_tp_size": 1}
 
@@ -165,10 +177,9 @@ class Engine:
         match news:
             case LoadToken():
                 self._note(f"first token {news.token}", news.request_id)
-            case LoadParked():
-                self._note("parked", news.request_id)
-            case LoadCleared():
-                self._note("cleared", news.request_id)
+            case LoadParked(_, rank) | LoadCleared(_, rank) | LoadUnregistered(_, rank):
+                assert rank == RANK, "another rank's load would count as ended"
+                self._note(type(news).__name__.removeprefix("Load").lower(), news.request_id)
             case LoadKept():
                 self.kept.append((news.request_id, news.tokens))
             case _:
@@ -205,7 +216,7 @@ class World(FakePeers):
         engine: Any = self.engine
         peers = PrefillPeers(engine, self.connections, watch, self.probe, self.recorder)
         peers.decline = self.engine.decline
-        outcomes = Outcomes(engine, 0, self.engine.report, engine, self.recorder)
+        outcomes = Outcomes(engine, RANK, self.engine.report, engine, self.recorder)
         self.loads = Loads(engine, PATIENCE_S, peers, outcomes, self.peer_errors)
 
     def awaits(self, request_id: str = "r", known: bool = True, sampling: str | None = None) -> None:
@@ -629,6 +640,25 @@ def test_a_defect_ends_one_load(place: str, monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.undo()
     world.receives(Completion("s", 1))
     assert world.engine.reports == [("failed", "r"), ("loaded", "s")]
+    assert world.is_over()
+
+
+@pytest.mark.parametrize("begun", ["not begun", "begun", "complete"])
+def test_a_load_that_gives_way_while_it_connects_asks_once_it_has_registered(begun: str) -> None:
+    """Another rank of D has registered it: P may have begun. If that rank was faster to give way, P has dropped it."""
+    world = World()
+    world.engine.known.add("r")
+    world.loads.register(registration(), P, EXTRA, world.now)
+    world.loads.unregister("r", world.now)
+    world.loads.unregister("r", world.now)
+    if begun == "complete":
+        world.receives(Completion("r", 1))
+    world.settle()
+    assert [type(message) for _, message in world.sent()] == [Registration, Unregister]
+    world.tick()
+    assert world.reports == (["loaded"] if begun == "complete" else [])
+    world.receives(Completion("r", 1) if begun == "begun" else Unregistered("r", 0))
+    assert world.reports == (["unregistered", "failed"] if begun == "not begun" else ["loaded"])
     assert world.is_over()
 
 
