@@ -65,7 +65,7 @@ class Rank:
         config, recorder, errors = LayerPushConfig(), Recorder(), PeerErrors(logging.getLogger("bench"))
         self.waker, self.engine_id = waker, worker.engine_id
         self.steps = StepEvents(layout.index_of, waker.wake, None, wake_lazily=waker.wake_lazily)
-        connections = Connections(worker, worker.transport, None, worker.search, clock)
+        connections = Connections(worker, worker.transport, None, worker.search, worker.probe, clock)
         links, writes = Links(worker, connections), Writes(worker.transport, layout, timeout_s=config.write_timeout_s)
         identity, meter = Identity(self.engine_id, 0), PushMeter(recorder)
         self.pushes = Pushes(identity, mode, writes, self.steps, links, trace, meter)

@@ -153,6 +153,10 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
     def end_pushes(self, engine_id: str, reason: str) -> bool:
         """Fail the pushes to an engine. Returns whether no WRITE is on its way to it. Writer thread."""
 
+    @abstractmethod
+    def has_writes_to(self, engine_id: str) -> bool:
+        """Whether a WRITE is on its way to an engine of this id. Writer thread."""
+
     @property
     @abstractmethod
     def engines_in_use(self) -> set[str]:
@@ -461,6 +465,16 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         peer.facts = self.transfer_topo.get_engine_info(engine_id)
         self.peers.keep(peer)
         self._cleanup_remote_engine(engine_id, log_eviction=False)
+
+    def retire(self, engine_id: str) -> Callable[[], None]:
+        with self.nixl_wrapper.postponed("release_dlist_handle", "remove_remote_agent") as releases:
+            self.disconnect(engine_id)
+
+        def release() -> None:
+            for each in releases:
+                each()
+
+        return release
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         peer = self.peers.get(engine_id)

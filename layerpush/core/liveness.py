@@ -17,7 +17,18 @@ class Verdict(enum.Enum):
     ALIVE = "the side channel names this agent"
     SPEAKS_LAYERPUSH = "the side channel names this agent, and its engine runs layerpush"
     ENDED = "no process listens there, or another one answers: the process that could write is dead"
+    REPLACED = "another process answers there, under the name of the agent's engine"
     UNKNOWN = "no answer, or an unreadable one: proves nothing"
+
+    @property
+    def lives(self) -> bool:
+        """Whether the agent's engine has answered."""
+        return self in (Verdict.ALIVE, Verdict.SPEAKS_LAYERPUSH)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the agent's process listens no more."""
+        return self in (Verdict.ENDED, Verdict.REPLACED)
 
 
 class PeerAction:
@@ -60,9 +71,10 @@ class ReportGone(PeerAction):
 
 @dataclass(frozen=True, slots=True)
 class Reconnect(PeerAction):
-    """The engine is alive but no message reaches it: forget the connection and make a new one."""
+    """The agent is alive but no message reaches it: forget the connection to its engine and make a new one."""
 
     engine_id: str
+    agent: str
 
 
 PROBE_GAP_S = 0.5
@@ -103,11 +115,11 @@ class _Probe:
 
 @dataclass(slots=True)
 class _Engine:
-    """The awaited agents of one engine, the probe that runs, and whether a `Reconnect` is due."""
+    """The awaited agents of one engine, the probe that runs, and the agent that a `Reconnect` is due for."""
 
     agents: dict[str, _Agent] = field(default_factory=dict)
     probe: _Probe | None = None
-    reconnects: bool = False
+    reconnects: str | None = None
 
 
 class PeerWatch:
@@ -124,8 +136,8 @@ class PeerWatch:
 
     An agent *speaks layerpush* when it has sent a message that only layerpush sends, or when its side channel has said
     that layerpush runs it. Such an agent is *silent* when nothing has come from it for ``timeout_s``, in spite of pings
-    for the last three quarters of it. Silence does not prove its death, and is reported once. Another agent never
-    answers a ping, so it is probed.
+    for the last three quarters of it. Silence does not prove its death, and is reported once: no session may be added
+    then. The pings go on, and any message ends it. Another agent never answers a ping, so it is probed.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -156,8 +168,6 @@ class PeerWatch:
             agent.sessions += 1
             agent.speaks_layerpush |= name in speaks_layerpush
             agent.unreported = agent.gone
-            if agent.silent:
-                agent.silent, agent.pinged_at = False, None
 
     def release_agents(self, engine_id: str, agents: Collection[str]) -> None:
         """A session that was added with these agents is over."""
@@ -170,6 +180,11 @@ class PeerWatch:
                 del self._engine_of[name], self._engines[engine_id].agents[name]
         if engine_id in self._engines and not self._engines[engine_id].agents:
             del self._engines[engine_id]
+
+    def is_silent(self, name: str) -> bool:
+        """Whether this agent was reported as silent, and nothing has come from it since."""
+        agent = self._find(name)
+        return agent is not None and agent.silent
 
     def on_message(self, name: str, now: float, speaks_layerpush: bool) -> None:
         """A message came from this agent; ``speaks_layerpush``: only layerpush sends such a message."""
@@ -211,14 +226,14 @@ class PeerWatch:
         if agent is None:
             return
         agent.probe_from = now + self._pause_s
-        if verdict is Verdict.ENDED and agent.heard_at < probe.started_at:
+        if verdict.ended and agent.heard_at < probe.started_at:
             self._ended(agent, probe, now)
             return
         agent.ended_at = None
-        if verdict is Verdict.UNKNOWN or verdict is Verdict.ENDED:
+        if not verdict.lives:
             return
         if agent.lost or agent.cut:
-            engine.reconnects = True
+            engine.reconnects = name
         if not agent.speaks_layerpush:
             agent.heard_at = now  # no other sign of life comes from it
             if verdict is Verdict.SPEAKS_LAYERPUSH:  # it had heartbeats only, which need no answer
@@ -241,9 +256,9 @@ class PeerWatch:
                     agent.ping_at = now + self._beat_s
                     agent.pinged_at = now if agent.pinged_at is None else agent.pinged_at
                     actions.append(SendPing(engine_id, name, agent.speaks_layerpush))
-            if engine.reconnects:
-                engine.reconnects = False
-                actions.append(Reconnect(engine_id))
+            if engine.reconnects in engine.agents:
+                actions.append(Reconnect(engine_id, engine.reconnects))
+            engine.reconnects = None
             probe_at, name = self._next_probe(engine)
             if now >= probe_at:
                 engine.probe = _Probe(name, now)
@@ -254,7 +269,7 @@ class PeerWatch:
         """When ``due`` will return an action if nothing happens until then; ``now`` if one is due already."""
         times: list[float] = []
         for engine in self._engines.values():
-            times.append(now if engine.reconnects else self._next_probe(engine)[0])
+            times.append(self._next_probe(engine)[0] if engine.reconnects is None else now)
             for agent in engine.agents.values():
                 times.append(now if agent.unreported else self._silent_at(agent))
                 times.append(math.inf if agent.gone else agent.ping_at)

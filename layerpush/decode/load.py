@@ -170,7 +170,7 @@ class Load:
         if not self.session.is_unsent:
             return
         engine_id, peers = self.address.engine_id, self._peers
-        error = error or self._worker.mismatch(engine_id)
+        error = error or self._worker.mismatch(engine_id) or peers.silence(engine_id)
         if error is None:
             if not again:
                 peers.reconnected(engine_id)
@@ -248,8 +248,8 @@ class Load:
         self._outcomes.report_ended(self._record, outcome, reason, now, kept=kept)
 
     def _decline_if_unregistered(self) -> None:
-        """P's blocks need not wait for a registration that will not come."""
-        if self._record.t_registered is None:
+        """P's blocks need not wait for a registration that will not come. A silent P would not hear of it."""
+        if self._record.t_registered is None and self._peers.silence(self.address.engine_id) is None:
             mine = self.registration
             names = (
                 mine.request_id,

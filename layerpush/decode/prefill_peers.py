@@ -45,6 +45,7 @@ class PrefillPeers:
     ) -> None:
         self.connections = connections
         connections.on_lost = self._connection_lost
+        connections.needs = lambda agent: watch.engine_of(agent) is not None
         self._worker = worker
         self._watch = watch
         self._probe = probe
@@ -97,6 +98,15 @@ class PrefillPeers:
     def release_agents(self, engine_id: str, agents: frozenset[str]) -> None:
         """A load that was added with these agents is over."""
         self._watch.release_agents(engine_id, agents)
+
+    def silence(self, engine_id: str) -> str | None:
+        """The reason why a connected engine gets no new load; None if it may get one. The blocks of its loads stay
+        with it until it answers, so a vanished host costs the blocks of the loads before its silence, and no more.
+        """
+        for agent in self.connections.agents(engine_id):
+            if self._watch.is_silent(agent):
+                return f"prefill agent {agent} is silent, and earlier loads wait for it: no other load begins"
+        return None
 
     def samples_otherwise(self, engine_id: str, request_id: str, parameters: tuple[str, ...]) -> None:
         """An engine has no first token for a request. ``parameters`` differ on it, if it names them. Logged once for
@@ -161,8 +171,8 @@ class PrefillPeers:
                     self._recorder.count(LOST_PEERS, "gone")
                     yield agent, load_protocol.AgentGone(agent, reason)
                     self._forget_dead_engine(engine_id, agent, loads)
-                case liveness.Reconnect(engine_id):
-                    self._reconnect(engine_id, loads, now)
+                case liveness.Reconnect(engine_id, agent):
+                    self._reconnect(engine_id, agent, loads, now)
 
     def next_due(self, now: float) -> float | None:
         """When ``tick`` will have something to do, unless an event comes first."""
@@ -170,7 +180,7 @@ class PrefillPeers:
 
     def _send(self, engine_id: str, agent: str, payload: bytes, now: float) -> None:
         """A send that fails is evidence that the agent is dead, unless we dropped the connection ourselves."""
-        if agent not in self.connections.agents(engine_id):
+        if agent not in self.connections.agents(engine_id) and not self.connections.is_retired(agent):
             self._watch.connection_dropped(agent)
         elif not self.connections.notify(agent, payload):
             self._watch.send_failed(agent, now)
@@ -185,11 +195,12 @@ class PrefillPeers:
         if verdict is Verdict.SPEAKS_LAYERPUSH:
             self.connections.peers[engine_id].speaks_layerpush.add(agent)
 
-    def _reconnect(self, engine_id: str, loads: Mapping[str, Awaited], now: float) -> None:
-        found: Iterator[Address] = (load.address for load in loads.values() if load.ranks)
-        address = next((address for address in found if address.engine_id == engine_id), None)
-        if address is not None and self.drop(engine_id):
-            self.connections.reach(address, partial(self._on_reconnected, engine_id), now, tries=1)
+    def _reconnect(self, engine_id: str, agent: str, loads: Mapping[str, Awaited], now: float) -> None:
+        """Unless another process has the name by now: the agent's loads wait on."""
+        load = next((load for load in loads.values() if agent in load.ranks), None)
+        agents = self.connections.agents(engine_id)
+        if load is not None and (not agents or agent in agents) and self.drop(engine_id):
+            self.connections.reach(load.address, partial(self._on_reconnected, engine_id), now, tries=1)
 
     def _on_reconnected(self, engine_id: str, error: str | None, _: float) -> None:
         if error is None:

@@ -66,6 +66,15 @@ class Refused(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Rejected(Event):
+    """Another engine has the name of the one that registers."""
+
+    sender: str
+    registration: Registration
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TimedOut(Event):
     """The claim's request has not come in time. If it comes yet, it is dropped. A stock D's claim does not time out."""
 
@@ -175,7 +184,7 @@ _SPENT = {S.ANSWERED, S.WITHDRAWN, S.IDLE}
 TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     S.IDLE: {
         Registered: {S.IDLE, *_WAITING}, CancelledByD: {S.ANSWERED}, Withdrawn: {S.IDLE, S.WITHDRAWN},
-        Declined: {S.IDLE, S.UNWANTED},
+        Declined: {S.IDLE, S.UNWANTED}, Rejected: {S.IDLE, S.ANSWERED},
     },
     S.UNCONNECTED: {
         Registered: _WAITING, RequestArrived: {S.PENDING}, Matched: {S.SERVED}, Refused: {S.ANSWERED, S.IDLE},

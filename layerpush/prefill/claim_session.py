@@ -141,6 +141,15 @@ class Claim(Machine[State, Event, Action]):
         actions.append(protocol.Tell(self.registration, self.answer))
         return S.UNWANTED if isinstance(event, protocol.TimedOut) else S.ANSWERED
 
+    def _on_rejected(self, event: protocol.Rejected, _: list[Action]) -> State:
+        """Copies get the answer, too: what the sender did with its blocks after it cannot be known."""
+        if not event.registration.layerpush:
+            return S.IDLE
+        self._keep_registration(protocol.Registered(event.sender, event.registration, reachable=False, busy=False))
+        self._strip()
+        self.answer = Fail(self.request_id, 0, one_line(event.reason), True)
+        return S.ANSWERED
+
     def _on_dropped(self, _: protocol.Dropped, __: list[Action]) -> State:
         if self.waits:
             self._strip()
@@ -233,6 +242,7 @@ class Claim(Machine[State, Event, Action]):
         protocol.Matched: _on_matched,
         protocol.Refused: _on_refused,
         protocol.TimedOut: _on_refused,
+        protocol.Rejected: _on_rejected,
         protocol.Dropped: _on_dropped,
         protocol.CancelledByD: _on_cancelled,
         protocol.Stopped: _on_stopped,

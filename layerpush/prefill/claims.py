@@ -8,7 +8,8 @@ A claim without a request times out after ``unknown_timeout_s`` seconds if the e
 request, and after ``OTHER_PROMPT_S`` seconds if every request of its name has another prompt.
 
 If a registration comes from an agent that is no connected rank of its engine, the engine was restarted, or another
-engine uses its name. It is held until the side channel of the connected engine has answered.
+engine uses its name. It is held until the side channel of the connected engine has answered. If that one lives, another
+engine's registrations are refused. If that one answers none of ``PROBES`` questions, the other engine has its name.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from layerpush.core.wire import (
     MAX_COMPUTED,
     Cancel,
     Decline,
+    Fail,
     FirstToken,
     Ping,
     Queued,
@@ -59,6 +61,7 @@ REFUSED = "the prefill engine has refused the request"
 SPARE_ANSWER = "the prefill engine has one answer to the prompt, and the decode engine's request wants several (n)"
 OTHER_PROMPT = "the prefill engine's request of this id has another prompt or cache_salt"
 NOT_KEPT = "the decode engine does not keep this turn"
+OTHER_SIZE = "the decode engine has another number of ranks than the connection"
 KINDS = {
     NO_REQUEST: "unknown request",
     NOT_KEPT: "turn not kept",
@@ -119,8 +122,13 @@ class Claims:
             self.peers.hold(sender, registration)
         elif self._is_from_unconnected_agent(sender, registration, claim):
             self._hold(sender, registration)
+        elif self._has_other_size(sender, registration):
+            self.peers.hold(sender, registration)
+            self._connections.close(engine_id, OTHER_SIZE)
         else:
-            self.peers.engine_alive(engine_id, now)
+            if sender in self._connections.agents(engine_id):
+                self._connections.found_at(address_of(registration))
+            self.peers.engine_alive(address_of(registration), now)
             reachable = self._is_here(registration) or bool(self._connections.agents(engine_id))
             self._handle(claim, protocol.Registered(sender, registration, reachable, self._is_busy(claim)), now)
 
@@ -131,7 +139,7 @@ class Claims:
         if self._is_foreign(sender, claim):
             self._peer_errors.count("foreign cancel", f"agent {sender} cancels {message.request_id}, not its own", now)
         elif self._connections.closing(message.decode_engine_id) is None:  # else it asks again later
-            self.peers.engine_alive(message.decode_engine_id, now)
+            self.peers.engine_alive(address_of(message), now)
             self._handle(claim, protocol.CancelledByD(message, self._is_busy(claim)), now)
 
     def on_unregister(self, sender: str, message: Unregister, now: float) -> None:
@@ -474,6 +482,12 @@ class Claims:
             return False
         return claim.state not in (State.SERVED, State.ANSWERED) or not claim.is_equal(registration)
 
+    def _has_other_size(self, sender: str, registration: Registration) -> bool:
+        """Whether a connected agent names another number of ranks than somebody did before the handshake."""
+        found = self._connections.address(registration.decode_engine_id)
+        known = self._connections.agents(registration.decode_engine_id)
+        return found is not None and sender in known and found.tp_size != registration.decode_tp_size
+
     def _hold(self, sender: str, registration: Registration) -> None:
         engine_id = registration.decode_engine_id
         if self.peers.hold(sender, registration):
@@ -489,12 +503,29 @@ class Claims:
             return  # the registrations are taken when the connection is gone
         elif verdict is Verdict.UNKNOWN and left > 1:
             self._ask_about(engine_id, agent, left - 1)
-        elif verdict is Verdict.ENDED:
-            for claim in [each for each in self._claims.waiting if each.key[0] == engine_id]:
-                self._handle(claim, protocol.Dropped(), now)
+        elif verdict.ended:
+            self._drop_waiting(engine_id, now)
             self._connections.close(engine_id, "the decode engine was restarted")
+        elif verdict is Verdict.UNKNOWN and (other := self.peers.held_elsewhere(engine_id)) is not None:
+            self._drop_waiting(engine_id, now)
+            self._connections.retire(other, now)
         else:
-            self.peers.reject_held(engine_id, now)
+            self._reject_held(engine_id, now)
+
+    def _reject_held(self, engine_id: str, now: float) -> None:
+        refused: list[tuple[Registration, Fail]] = []
+        for sender, registration, reason in self.peers.reject_held(engine_id, now):
+            claim = self._claims.get(registration.key)
+            if claim.accepts(protocol.Rejected):
+                self._handle(claim, protocol.Rejected(sender, registration, reason), now)
+            if isinstance(claim.answer, Fail) and claim.is_equal(registration):
+                refused.append((registration, claim.answer))
+        self.peers.refuse(refused)
+
+    def _drop_waiting(self, engine_id: str, now: float) -> None:
+        """The process that sent these registrations is gone."""
+        for claim in [each for each in self._claims.waiting if each.key[0] == engine_id]:
+            self._handle(claim, protocol.Dropped(), now)
 
     def _take_held(self, engine_id: str, now: float) -> None:
         for sender, registration in self.peers.take_held(engine_id):

@@ -8,7 +8,7 @@ request has come to P: anybody may name any host. Writer thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from layerpush.core.bounded_index import BoundedIndex
@@ -17,7 +17,7 @@ from layerpush.core.wire import Cancelled, Fail, Ping, Pong, Registration, encod
 from layerpush.prefill.claim_protocol import Answer
 from layerpush.prefill.links import address_of
 from layerpush.telemetry.peer_errors import PeerErrors
-from layerpush.transport.connections import Connections, Probe
+from layerpush.transport.connections import Connections, Probe, two_engines
 from layerpush.transport.peers import Address
 
 HELD = 4096
@@ -56,7 +56,9 @@ class DecodePeers:
         engine_id = address.engine_id
         peer = self._peers.get(engine_id)
         send_unconnected = partial(self._send_end_unconnected, address, message)
-        if peer is not None and peer.is_lost:
+        if self._connections.is_elsewhere(address):
+            self._connections.notify_by_search(address, encode(message))
+        elif peer is not None and peer.is_lost:
             self._withheld.add((address, message), [engine_id], now)
         elif not connect and not self._connections.agents(engine_id):
             if not self._send_unconnected(address, message) and isinstance(message, Fail | Cancelled):
@@ -101,13 +103,14 @@ class DecodePeers:
         reached = [self._connections.notify_unconnected(contact, encode(message)) for contact in contacts]
         return any(reached)
 
-    def engine_alive(self, engine_id: str, now: float) -> None:
+    def engine_alive(self, alive: Address, now: float) -> None:
         """A decode engine lives: send the answers that were kept for it, if need be over a new connection."""
-        peer = self._peers.get(engine_id)
+        peer = self._peers.get(alive.engine_id)
         if peer is not None:
             peer.is_lost = False
-        for address, message in self._withheld.drop([engine_id]):
-            self._connections.broadcast(address, encode(message), now)
+        for address, message in self._withheld.drop([alive.engine_id]):
+            if address.is_at(alive):  # else a process that was replaced has missed it
+                self._connections.broadcast(address, encode(message), now)
 
     def hold(self, sender: str, registration: Registration) -> bool:
         """Keep a registration until a probe has ended or the connection is gone; True if it is the engine's first."""
@@ -130,14 +133,37 @@ class DecodePeers:
         if rank is not None:
             self._probe(agent, rank, address, on_verdict)
 
-    def reject_held(self, engine_id: str, now: float) -> None:
-        """The engine that we are connected to lives, so another process sent these registrations."""
-        address = self._connections.address(engine_id)
+    def held_elsewhere(self, engine_id: str) -> Address | None:
+        """The address of an engine with this name that is not the connected one, if it has registered; else None."""
+        addresses = [address_of(registration) for _, registration in self._held.find([engine_id])]
+        return next(filter(self._connections.is_elsewhere, addresses), None)
+
+    def reject_held(self, engine_id: str, now: float) -> list[tuple[str, Registration, str]]:
+        """The engine that we are connected to lives, so another process sent these registrations. Returns those that
+        come from another address, each with its sender and the reason of its refusal.
+        """
+        found, rejected = self._connections.address(engine_id), list[tuple[str, Registration, str]]()
         for sender, registration in self.take_held(engine_id):
-            elsewhere = address != address_of(registration)
-            what = "which lives elsewhere" if elsewhere else "of which it is no living rank that we write to"
-            text = f"agent {sender} registers {registration.request_id} as engine {engine_id}, {what}"
+            address = address_of(registration)
+            if found is not None and self._connections.is_elsewhere(address):
+                what = two_engines(found, address)
+                rejected.append((sender, registration, what))
+            else:  # perhaps a living rank that we do not write to: it hears of the load from others
+                what = f"it is no living rank of engine {engine_id} that we write to"
+            text = f"agent {sender} registers {registration.request_id}: {what}"
             self._peer_errors.count("engine id in use", text, now)
+        return rejected
+
+    def refuse(self, refused: Sequence[tuple[Registration, Fail]]) -> None:
+        """Report to engines that are not connected, and cannot be, that their registrations are refused."""
+        searched: dict[Address, list[bytes]] = {}
+        for registration, answer in refused:
+            if self._connections.allows_any_host and registration.contact is not None:
+                self._connections.notify_unconnected(registration.contact, encode(answer))
+            else:
+                searched.setdefault(address_of(registration), []).append(encode(answer))
+        for address, answers in searched.items():
+            self._connections.notify_by_search(address, *answers)
 
     def tick(self, now: float) -> None:
         """Forget old answers."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from layerpush.core.hosts import host_allowed
 from layerpush.core.liveness import Verdict
@@ -21,6 +21,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 RETRY_S = 1.0
 TRIES = 3
 WAITING_KEPT = 4096
+MAX_DOUBTS = 8
+FIRST: Rank = (0, 0)
 LOST = "the connection to the decode engine was lost"
 DROPPED = "the connection to the decode engine was dropped"
 
@@ -32,6 +34,14 @@ writer thread."""
 Search = Callable[[Address, Callable[[bytes], None]], None]
 """Ask an engine's side channel for the contact of each of its ranks. The callback gets each one that is found, on the
 writer thread."""
+
+
+class Caller(NamedTuple):
+    """A ``reach`` that waits until it is known who lives at its address."""
+
+    address: Address
+    then: Then
+    tries: int
 
 
 class Network(Protocol):
@@ -54,8 +64,16 @@ class Network(Protocol):
     def end_pushes(self, engine_id: str, reason: str) -> bool:
         """Fail the pushes to an engine. Returns whether no WRITE is on its way to it."""
 
+    def has_writes_to(self, engine_id: str) -> bool:
+        """Whether a WRITE is on its way to an engine of this id."""
+
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine's agents and descriptors. No WRITE to it may be in flight."""
+
+    def retire(self, engine_id: str) -> Callable[[], None]:
+        """Forget an engine, so that another process may be connected under its id. WRITEs in flight go on, and its
+        agents can be notified, until the result is called.
+        """
 
     def task(self, task: Callable[[], None]) -> None:
         """Queue a task for the writer thread. Any thread."""
@@ -67,11 +85,27 @@ class _Retry:
     attempt: Callable[[], None]
 
 
+@dataclass(slots=True)
+class _Retired:
+    """The agents of a process whose name another one has, and how to forget them."""
+
+    engine_id: str
+    agents: frozenset[str]
+    release: Callable[[], None]
+
+
 class Connections:
     """Connects, reconnects, sends to every rank of an engine, and drops connections.
 
     ``on_lost`` gets the agents of an engine whose connection turns out to be gone, ``on_closed`` the id of an engine
-    whose connection was closing and is dropped; both get the time.
+    whose connection was closing and is dropped; both get the time. ``needs`` returns whether an agent may still have to
+    be notified.
+
+    An engine's name is no address: two processes may have one name, or the second one replaces the first. If an engine
+    is connected, and somebody names another address of it, the side channels there and at the connection's address
+    decide. The connected process lives at both: they are one. A process of that name answers there, and the connected
+    one does not answer: its connection is retired, and the other is connected. Both answer: the caller gets the reason.
+    No process of that name answers there: the connection counts.
     """
 
     def __init__(
@@ -80,22 +114,28 @@ class Connections:
         transport: Transport,
         allowed_hosts: Iterable[str] | None,
         search: Search,
+        probe: Probe,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.peers = network.peers
         self._network = network
         self._transport = transport
         self._search = search
+        self._probe = probe
         self._clock = clock
         self._allowed_hosts = None if allowed_hosts is None else tuple(allowed_hosts)
         self._retries: list[_Retry] = []
         self._closing: dict[str, Peer] = {}
         """The peers whose connection is closing: an index."""
+        self._doubts: dict[Address, list[Caller]] = {}
+        """Addresses that are asked who lives there, and the callers that wait for the answer."""
+        self._retired: list[_Retired] = []
         self._waiting = 0
         """Broadcasts that wait for a handshake."""
         self._peer_errors = PeerErrors(logger)
         self.on_lost: Callable[[Collection[str], float], None] = lambda _, __: None
         self.on_closed: Callable[[str, float], None] = lambda _, __: None
+        self.needs: Callable[[str], bool] = lambda _: False
 
     def engines(self) -> dict[str, tuple[str, ...]]:
         """The agents of each connected engine, by its id."""
@@ -122,10 +162,28 @@ class Connections:
         handshake = self._handshake(engine_id) if self.agents(engine_id) else None
         return None if handshake is None else handshake.address
 
+    def is_elsewhere(self, address: Address) -> bool:
+        """Whether the engine is connected, and this is no address at which the connected process was found."""
+        handshake = self._handshake(address.engine_id) if self.agents(address.engine_id) else None
+        if handshake is None or handshake.address.is_at(address):
+            return False
+        return handshake.alias is None or not handshake.alias.is_at(address)
+
+    def found_at(self, address: Address) -> None:
+        """The connected process lives at this address."""
+        handshake = self._handshake(address.engine_id)
+        if handshake is not None and self.is_elsewhere(address):
+            handshake.alias = address
+
+    def is_retired(self, agent: str) -> bool:
+        """Whether this agent's connection is retired: it can be notified."""
+        return any(agent in retired.agents for retired in self._retired)
+
     def reach(self, address: Address, then: Then, now: float, tries: int = TRIES) -> None:
         """Connect unless connected, then call ``then``; after ``tries`` failures with the reason of the last one.
 
-        An address that joins a connection may name another host, but must agree on the engine's number of ranks.
+        An address that joins a connection must agree on the engine's number of ranks. It may name another host: see the
+        class.
         """
         if not host_allowed(address.host, self._allowed_hosts):
             then(f"host {address.host!r} of engine {address.engine_id!r} is not in allowed_hosts", now)
@@ -136,7 +194,7 @@ class Connections:
             self._over(address, then, tries, _reason(error))
             return
         if running is None:
-            then(_disagreement(self.address(address.engine_id), address), now)
+            self._share(Caller(address, then, tries), now)
             return
         running.is_awaited = True
 
@@ -185,7 +243,7 @@ class Connections:
             logger.debug("cannot notify an agent without a handshake: %s", error)
             return False
 
-    def notify_by_search(self, address: Address, payload: bytes) -> bool:
+    def notify_by_search(self, address: Address, *payloads: bytes) -> bool:
         """Send to every rank of an engine without a handshake, once its side channel has named the rank's contact.
 
         False if that is impossible: ``allowed_hosts`` lacks the host.
@@ -194,7 +252,8 @@ class Connections:
             return False
 
         def found(contact: bytes) -> None:
-            self.notify_unconnected(contact, payload)
+            for payload in payloads:
+                self.notify_unconnected(contact, payload)
 
         self._search(address, found)
         return True
@@ -251,10 +310,84 @@ class Connections:
                 peer.closing = None
                 self._network.disconnect(engine_id)
                 self.on_closed(engine_id, now)
+        for retired in list(self._retired):
+            if not any(map(self.needs, retired.agents)) and not self._network.has_writes_to(retired.engine_id):
+                self._retired.remove(retired)
+                retired.release()
         due = [retry for retry in self._retries if retry.due <= now]
         self._retries = [retry for retry in self._retries if retry.due > now]
         for retry in due:
             retry.attempt()
+
+    # One name, two addresses.
+
+    def _share(self, caller: Caller, now: float) -> None:
+        """The engine is connected, but for a caller whose handshake was too late."""
+        address = caller.address
+        if address in self._doubts:
+            self._doubts[address].append(caller)
+        elif self.is_elsewhere(address) and len(self._doubts) < MAX_DOUBTS:
+            self._doubts[address] = [caller]
+            agents = self.agents(address.engine_id)
+            self._ask(address, min(agents, key=agents.__getitem__), None)
+        else:
+            caller.then(_disagreement(self.address(address.engine_id), address), now)
+
+    def _ask(self, address: Address, agent: str, rank: Rank | None) -> None:
+        """Ask who lives at an address. ``rank``: None for the agent's own."""
+        asked = rank or self.agents(address.engine_id)[agent]
+        self._probe(agent, asked, address, partial(self._on_claimant, address, agent, asked))
+
+    def _on_claimant(self, address: Address, agent: str, rank: Rank, verdict: Verdict, now: float) -> None:
+        agents, found = self.agents(address.engine_id), self.address(address.engine_id)
+        if agent not in agents or found is None:
+            self._resume(address, now)
+        elif verdict.lives:
+            self.found_at(address)
+            self._resume(address, now)
+        elif verdict is Verdict.REPLACED:
+            self._probe(agent, agents[agent], found, partial(self._on_incumbent, address, agent))
+        elif verdict is Verdict.ENDED and rank != FIRST:  # another process may have fewer ranks
+            self._ask(address, agent, FIRST)
+        else:
+            for caller in self._doubts.pop(address):
+                caller.then(_disagreement(found, caller.address), now)
+
+    def _on_incumbent(self, address: Address, agent: str, verdict: Verdict, now: float) -> None:
+        found = self.address(address.engine_id)
+        if agent in self.agents(address.engine_id) and found is not None:
+            if verdict.lives:
+                for caller in self._doubts.pop(address):
+                    caller.then(two_engines(found, address), now)
+                return
+            self.retire(address, now)
+        self._resume(address, now)
+
+    def _resume(self, address: Address, now: float) -> None:
+        for caller in self._doubts.pop(address):
+            self.reach(caller.address, caller.then, now, caller.tries)
+
+    def retire(self, address: Address, now: float) -> None:
+        """The connected process of this name does not answer, and another one lives at ``address``. It gets no new push
+        and no new registration. What may still come from it, or land there, keeps its agents until it ends.
+        """
+        engine_id = address.engine_id
+        peer, found = self.peers[engine_id], self.address(engine_id) or address
+        logger.warning(
+            "layerpush: engine %s at %s:%d does not answer, and another process has its id at %s:%d: that one counts",
+            engine_id,
+            found.host,
+            found.port,
+            address.host,
+            address.port,
+        )
+        peer.is_lost = True
+        self._network.end_pushes(engine_id, DROPPED)
+        agents = frozenset(self.agents(engine_id))
+        self._retired.append(_Retired(engine_id, agents, self._network.retire(engine_id)))
+        self._closing.pop(engine_id, None)
+        peer.closing = None
+        self.on_closed(engine_id, now)
 
     def _handshake(self, engine_id: str) -> Handshake | None:
         peer = self.peers.get(engine_id)
@@ -264,7 +397,7 @@ class Connections:
         """A handshake is over; ``shared`` is the address at which it was begun, if it did begin."""
         now, tried = self._clock(), shared or address
         if error is None:
-            then(_disagreement(self.address(address.engine_id), address), now)
+            self._share(Caller(address, then, tries), now)
             return
         if tries <= 1:
             then(f"no handshake with engine {address.engine_id!r} at {tried.host}:{tried.port}: {error}", now)
@@ -280,6 +413,14 @@ def _reason(error: BaseException) -> str:
     """vLLM asserts, without a text, that a side channel knows the rank that it is asked for."""
     name = type(error).__name__
     return f"{name}: {error}" if str(error) else f"{name}; has it so many ranks? See tp_size and pp_size"
+
+
+def two_engines(found: Address, other: Address) -> str:
+    """The reason why the process at another address than the connected one's is not served."""
+    return (
+        f"two engines have the id {found.engine_id!r}: one lives at {found.host}:{found.port},"
+        f" and another at {other.host}:{other.port}"
+    )
 
 
 def _disagreement(found: Address | None, asked: Address) -> str | None:

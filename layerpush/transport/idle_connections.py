@@ -80,7 +80,7 @@ class IdleConnections:
                     self._start_probe(engine_id, agent)
                 case liveness.ReportGone(engine_id):
                     self._drop(engine_id, "its process has ended")
-                case liveness.Reconnect(engine_id):
+                case liveness.Reconnect(engine_id, _):
                     self._drop(engine_id, "no message reaches it, although it runs")
 
     def _update(self, now: float) -> None:

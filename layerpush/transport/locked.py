@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -27,6 +29,20 @@ class LockedAgent:
     def unlocked(self) -> Any:
         """The agent itself."""
         return self._agent
+
+    @contextlib.contextmanager
+    def postponed(self, *names: str) -> Iterator[list[Callable[[], Any]]]:
+        """While it is open, calls of the methods ``names`` are kept in the list, and not made. They must have no result
+        that a caller needs. Calls of other threads count, too.
+        """
+        kept: list[Callable[[], Any]] = []
+        methods = {name: getattr(self, name) for name in names}
+        for name, method in methods.items():
+            self.__dict__[name] = lambda *args, method=method: kept.append(functools.partial(method, *args))
+        try:
+            yield kept
+        finally:
+            self.__dict__.update(methods)
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._agent, name)

@@ -44,14 +44,22 @@ class Address:
     notify_only: bool = field(default=False, compare=False)
     has_stages: bool = field(default=False, compare=False)
 
+    def is_at(self, other: Address) -> bool:
+        """Whether the two are one side channel, whatever the number of ranks."""
+        return (self.host, self.port) == (other.host, other.port)
+
 
 @dataclass(slots=True, eq=False)
 class Handshake:
-    """A handshake, and the address at which it was begun. ``is_awaited``: layerpush asked for it, not vLLM alone."""
+    """A handshake, and the address at which it was begun. ``is_awaited``: layerpush asked for it, not vLLM alone.
+
+    ``alias``: another address at which the connected process was found. A host may have several names.
+    """
 
     pending: Future[Any]
     address: Address
     is_awaited: bool = False
+    alias: Address | None = None
 
 
 @dataclass(slots=True, eq=False)

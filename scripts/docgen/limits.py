@@ -225,6 +225,14 @@ TABLES = (
     ),
     (
         "both",
+        "addresses that are asked whether another process has an engine's id there",
+        connections.MAX_DOUBTS,
+        None,
+        None,
+        "the connection counts",
+    ),
+    (
+        "both",
         "ends of pushes and loads that not all ranks have reported",
         None,
         None,

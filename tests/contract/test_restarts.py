@@ -42,7 +42,7 @@ class Idle:
         self.handles: dict[str, Any] = {}
         self.processes: dict[str, Any] = {}
         self.now = 0.0
-        connections = Connections(self, self.transport, None, lambda *_: None, lambda: self.now)
+        connections = Connections(self, self.transport, None, lambda *_: None, self.probe, lambda: self.now)
         self.idle = IdleConnections("idle", connections, self.probe, set, lambda: 0.0)
 
     # layerpush.transport.connections.Network

@@ -62,6 +62,14 @@ class Fleet:
             host.wait_ready()
         return hosts
 
+    def namesake(self, host: EngineHost) -> EngineHost:
+        """A ready host for one test, as of `spawn`, with the engine id of another one that has not ended."""
+        self._make_room(1, keep=set())
+        other = self._start(host.spec, self._take_port(), host.engine_id)
+        self._guests.append(other)
+        other.wait_ready()
+        return other
+
     def respawn(self, host: EngineHost, *, same_id: bool) -> EngineHost:
         """A new process in the place of an ended host: the same port, the same engine id or a new one."""
         assert host.ended

@@ -125,6 +125,16 @@ class ClaimWorld:
     def time_out(self) -> None:
         self.send(protocol.TimedOut("no such request"))
 
+    def reject(self) -> None:
+        """Another engine has D's name."""
+        self.sent = max(self.sent, 0)
+        registration = self.registration(0)
+        self.received.add((0, AGENTS[0]))
+        self.send(protocol.Rejected(AGENTS[0], registration, "two engines"))
+        if not self.stock:
+            self.counts = registration
+            self.ends(self.claim.answer)
+
     def drop(self) -> None:
         self.send(protocol.Dropped())
 

@@ -17,7 +17,8 @@ from layerpush.transport.peers import Address, Handshake, Peers, Rank
 
 class FakeNetwork:
     """``listening``: engines whose handshakes succeed at once, and their agents. An engine that a test puts into
-    ``connected`` has an address only by ``connect``. ``end_pushes``: see ``Network``.
+    ``connected`` has an address only by ``connect``. WRITEs are on their way to those in ``written_to``. ``retired``
+    agents can be notified. ``end_pushes``: see ``Network``.
     """
 
     def __init__(self) -> None:
@@ -27,6 +28,8 @@ class FakeNetwork:
         self.handshakes: list[Address] = []
         self.broken: Exception | None = None
         self.forgotten: list[str] = []
+        self.retired: set[str] = set()
+        self.written_to: set[str] = set()
         self.tasks: deque[Callable[[], None]] = deque()
         self.end_pushes: Callable[[str, str], bool] = lambda _, __: True
 
@@ -67,6 +70,15 @@ class FakeNetwork:
 
     def agents_of(self, engine_id: str) -> dict[str, Rank]:
         return {agent: (0, rank) for rank, agent in enumerate(self.connected.get(engine_id, ()))}
+
+    def has_writes_to(self, engine_id: str) -> bool:
+        return engine_id in self.written_to
+
+    def retire(self, engine_id: str) -> Callable[[], None]:
+        agents = self.connected[engine_id]
+        self.retired |= set(agents)
+        self.disconnect(engine_id)
+        return lambda: self.retired.difference_update(agents)
 
     def disconnect(self, engine_id: str) -> None:
         self.forgotten.append(engine_id)
@@ -155,8 +167,16 @@ class FakePeers:
     def __init__(self, allowed_hosts: tuple[str, ...] | None = None) -> None:
         self.now = 100.0
         self.network, self.probe, self.search = FakeNetwork(), FakeProbe(), FakeSearch()
-        self.mail = FakeMail(lambda: chain.from_iterable(self.network.connected.values()))
-        self.connections = Connections(self.network, self.mail, allowed_hosts, self.search, clock=lambda: self.now)
+        self.mail = FakeMail(lambda: chain(self.network.retired, *self.network.connected.values()))
+        self.connections = Connections(
+            self.network, self.mail, allowed_hosts, self.search, self.probe, clock=lambda: self.now
+        )
+
+    def asked(self, *verdicts: Verdict) -> list[tuple[str, Rank, Address]]:
+        """The oldest probes get these verdicts. Returns their agents, ranks and addresses."""
+        asked = [self.probe.answer(verdict, self.now) for verdict in verdicts]
+        self.settle()
+        return [(each.agent, each.rank, each.address) for each in asked]
 
     def settle(self) -> None:
         """Does all work that waits only for the writer thread."""

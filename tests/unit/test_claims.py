@@ -46,7 +46,8 @@ from layerpush.prefill.pairing import Pairing
 from layerpush.prefill.prompt_requests import ELSEWHERE_S, ENDED_S
 from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.telemetry.peer_errors import PeerErrors
-from layerpush.transport.connections import LOST
+from layerpush.transport.connections import DROPPED, LOST
+from layerpush.transport.peers import Address
 from tests.unit.fake_peers import FakePeers
 
 
@@ -1325,10 +1326,10 @@ def test_messages_to_other_engines_are_sent_at_once() -> None:
 # Strangers: an unknown agent registers in an engine's name.
 
 
-def strange(host: str = "10.0.0.7") -> tuple[World, Registration]:
+def strange(host: str = "10.0.0.7", allowed: tuple[str, ...] | None = None) -> tuple[World, Registration]:
     """D is connected; another agent registers as D. D's side channel is asked about the known agent."""
-    world = World()
-    known, newer = world.served(), asks("n/d", host=host)
+    world = World(allowed_hosts=allowed)
+    known, newer = world.served(), asks("n/d", host=host, contact=b"contact of d-new")
     world.begin("n/p")
     world.receives(newer, "d-new")
     assert "n/p" not in world.pushes
@@ -1365,11 +1366,12 @@ def test_registrations_from_before_a_restart_are_dropped() -> None:
     assert world.take_registration("other/p") is not None
 
 
-@pytest.mark.parametrize("host", ["10.0.0.7", "10.6.6.6"], ids=["an earlier process", "from elsewhere"])
 @pytest.mark.parametrize("verdicts", [[Verdict.ALIVE], [Verdict.UNKNOWN] * PROBES], ids=["alive", "no answer"])
-def test_an_unknown_agent_of_a_possibly_live_engine_is_ignored(host: str, verdicts: list[Verdict]) -> None:
-    """The stranger may be left over from an earlier process, whose blocks have other owners by now."""
-    world, _ = strange(host)
+def test_an_unknown_agent_of_a_possibly_live_engine_is_ignored(verdicts: list[Verdict]) -> None:
+    """The stranger may be left over from an earlier process, whose blocks have other owners by now. Or it is a rank
+    that we do not write to.
+    """
+    world, _ = strange()
     for verdict in verdicts:
         assert world.peer_errors.counts == {}
         assert len(world.probed) == 1
@@ -1377,7 +1379,77 @@ def test_an_unknown_agent_of_a_possibly_live_engine_is_ignored(host: str, verdic
     assert world.probed == []
     assert world.peer_errors.counts == {"engine id in use": 1}
     assert "n/p" not in world.pushes
-    assert (world.writer.failed, world.network.forgotten) == ([], [])
+    assert (world.writer.failed, world.network.forgotten, world.mail.taken()) == ([], [], [])
+
+
+TWO = "two engines have the id 'D': one lives at 10.0.0.7:5600, and another at 10.6.6.6:5600"
+
+
+@pytest.mark.parametrize("allowed", [None, ("10.0.0.0/8",)])
+def test_the_second_of_two_living_engines_is_refused(
+    allowed: tuple[str, ...] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P has written to it nowhere, so it may use its blocks again."""
+    world, newer = strange("10.6.6.6", allowed)
+    other = asks("m/d", host="10.6.6.6", contact=b"contact of d-new")
+    world.search.named = {"10.6.6.6": (b"contact of d-new",)}
+    for again in (newer, other):
+        world.receives(again, "d-new")
+    world.probe.answer(Verdict.SPEAKS_LAYERPUSH)
+    refused = [failure(TWO, request_id=each.request_id, epoch=0) for each in (newer, other)]
+    assert sorted({*world.received("d-new")}, key=lambda each: each.request_id, reverse=True) == refused
+    assert f"agent d-new registers n/d: {TWO}" in caplog.text
+    world.network.connected["D"] = ("d-new",)
+    world.receives(newer, "d-new")
+    assert world.received("d-new") == refused[:1], "the answer is final: the blocks have other owners by now"
+    assert "n/p" not in world.pushes
+
+
+def test_an_engine_that_answers_no_probe_is_replaced_by_one_that_registers() -> None:
+    """It has vanished: it proves nothing, and it keeps what WRITEs on their way to it read."""
+    world, newer = strange("10.6.6.6")
+    world.network.written_to = world.writer.engines_in_flight = {"D"}
+    world.network.listening["D"] = ("d-new",)
+    for _ in range(PROBES):
+        assert "n/p" not in world.pushes
+        world.probe.answer(Verdict.UNKNOWN)
+    world.settle()
+    assert world.network.retired == {"d-0", "d-1"}
+    assert world.connections.address("D") == address_of(newer)
+    assert world.writer.failed == [("D", DROPPED)]
+    assert world.writer.pushes[1:] == [("n/p", newer)]
+    assert world.is_current(newer)
+    assert not world.is_current(asks())
+    assert world.received("d-new") == [Accepted("n/d")]
+    world.search.named = {"10.0.0.7": (b"contact of d-0",)}
+    world.fails(asks(), "aborted")
+    assert world.received("d-0") == [failure("aborted")], "it is no business of the new one"
+    world.network.written_to = set()
+    world.tick()
+    assert world.network.retired == set()
+
+
+def test_a_registration_shows_another_address_of_its_sender() -> None:
+    """A turn's request may have named it otherwise."""
+    world = World("a/p")
+    world.receives(asks(host="d.local"))
+    assert world.pushes == {"a/p": "a/d"}
+    world.receives(asks("n/d", host="d.local"), "d-2")
+    world.probe.answer(Verdict.ALIVE)
+    assert {agent for agent, _ in world.mail.taken()} == {"d-0", "d-1"}, "d-2 is no engine of its own"
+
+
+def test_a_registration_with_another_number_of_ranks_ends_a_connection() -> None:
+    """Somebody named a wrong one, and the handshake accepted it: every answer would be dropped."""
+    world = World("a/p")
+    known = asks()
+    world.network.connect(Address("D", "10.0.0.7", 5600, tp_size=1), "d-0")
+    world.receives(known)
+    world.tick()
+    assert world.network.forgotten == ["D"]
+    assert world.connections.address("D") == address_of(known)
+    assert world.received() == [Accepted("a/d")]
+    assert world.pushes == {"a/p": "a/d"}
 
 
 def test_an_unknown_rank_is_probed_only_if_its_registration_differs() -> None:

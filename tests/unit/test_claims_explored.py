@@ -36,6 +36,8 @@ def moves(world: ClaimWorld) -> Iterator[Move]:
         yield ClaimWorld.connect
     if world.here and not world.busy:
         yield ClaimWorld.lose_request
+    if world.state is State.IDLE and not world.received:
+        yield ClaimWorld.reject
     if world.claim.waits:
         yield ClaimWorld.refuse
         yield ClaimWorld.drop

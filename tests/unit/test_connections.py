@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from layerpush.core.liveness import Verdict
 from layerpush.transport import connections
 from layerpush.transport.connections import RETRY_S, TRIES
 from layerpush.transport.peers import Address
@@ -44,7 +45,9 @@ def test_an_unconnected_engine_is_reached_after_the_handshake() -> None:
     fakes.network.answer("D", "d-0", "d-1")
     assert first == [], "the handshake's thread is not ours"
     fakes.settle()
-    assert first == second == [None]
+    assert (first, second) == ([None], [])
+    fakes.asked(Verdict.UNKNOWN)
+    assert second == [None]
     assert first.at == fakes.now
     assert fakes.network.handshakes == [D]
     assert fakes.connections.address("D") == D
@@ -220,25 +223,123 @@ def test_a_forgotten_engine_is_connected_again() -> None:
     assert (fakes.connections.address("D"), fakes.connections.agents("D")) == (moved, {"d-new": (0, 0)})
 
 
-def test_a_request_does_not_change_the_address_of_a_connected_engine() -> None:
+@pytest.mark.parametrize("verdicts", [[Verdict.UNKNOWN], [Verdict.ENDED]], ids=["no answer", "no engine of that name"])
+@pytest.mark.parametrize("when", ["connected", "connecting"])
+def test_a_wrong_address_does_not_change_that_of_a_connected_engine(when: str, verdicts: list[Verdict]) -> None:
     """The address of the handshake counts. vLLM may have begun it for a heartbeat. A probe of another address finds a
     living process dead, or learns nothing of a dead one.
     """
     fakes, outcomes = FakePeers(), Outcomes()
-    fakes.network.connect(D, "d-0")
-    fakes.connections.reach(ELSEWHERE, outcomes, fakes.now)
+    if when == "connected":
+        fakes.network.connect(D, "d-0")
+        fakes.connections.reach(ELSEWHERE, outcomes, fakes.now)
+    else:
+        fakes.network.handshake(D)
+        fakes.connections.reach(ELSEWHERE, outcomes, fakes.now)
+        fakes.network.answer("D", "d-0")
+        fakes.settle()
+    assert fakes.asked(*verdicts) == [("d-0", (0, 0), ELSEWHERE)]
     assert outcomes == [None]
     assert fakes.connections.address("D") == D
 
 
-def test_a_request_joins_a_handshake_that_vllm_began() -> None:
-    fakes, outcomes = FakePeers(), Outcomes()
-    fakes.network.handshake(ELSEWHERE)
-    fakes.connections.reach(D, outcomes, fakes.now)
-    fakes.network.answer("D", "d-0", "d-1")
+def doubted(*callers: Outcomes) -> FakePeers:
+    """D is connected, and ``callers`` ask for it at another address. Another process of that name answers there."""
+    fakes = FakePeers()
+    fakes.network.connect(D, "d-0", "d-1")
+    fakes.network.listening["D"] = ("new-0",)
+    for caller in callers:
+        fakes.connections.reach(ELSEWHERE, caller, fakes.now)
+    assert fakes.asked(Verdict.REPLACED) == [("d-0", (0, 0), ELSEWHERE)]
+    assert [*callers] == [[] for _ in callers]
+    return fakes
+
+
+@pytest.mark.parametrize("verdict", [Verdict.UNKNOWN, Verdict.ENDED, Verdict.REPLACED])
+def test_an_engine_that_does_not_answer_gives_its_name_to_one_that_does(
+    verdict: Verdict, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its host has vanished: no send to it fails for a quarter of an hour. What it may still write stays its own."""
+    first, second = Outcomes(), Outcomes()
+    fakes = doubted(first, second)
+    fakes.network.written_to = {"D"}
+    fakes.connections.needs = lambda agent: agent == "d-1"
+    assert fakes.asked(verdict) == [("d-0", (0, 0), D)]
+    assert first == second == [None]
+    assert fakes.connections.address("D") == ELSEWHERE
+    assert [*fakes.connections.agents("D")] == ["new-0"]
+    assert "engine D at 10.0.0.7:5600 does not answer, and another process has its id at 10.9.9.9:1" in caplog.text
+    for freed in (fakes.network.written_to.clear, lambda: setattr(fakes.connections, "needs", lambda _: False)):
+        fakes.settle()
+        assert fakes.connections.notify("d-1", PING)
+        assert fakes.connections.is_retired("d-1")
+        freed()
     fakes.settle()
+    assert not fakes.connections.notify("d-1", PING)
+    assert not fakes.connections.is_retired("d-1")
+
+
+def test_the_second_of_two_living_engines_is_refused_with_both_addresses() -> None:
+    first, second = Outcomes(), Outcomes()
+    fakes = doubted(first, second)
+    assert fakes.asked(Verdict.SPEAKS_LAYERPUSH) == [("d-0", (0, 0), D)]
+    reason = "two engines have the id 'D': one lives at 10.0.0.7:5600, and another at 10.9.9.9:1"
+    assert first == second == [reason]
+    assert fakes.connections.address("D") == D
+    fakes.connections.reach(D, first, fakes.now)
+    assert first[1:] == [None]
+
+
+def test_an_address_at_which_the_connected_process_was_found_counts_too() -> None:
+    """A host may have several names."""
+    fakes, outcomes = FakePeers(), Outcomes()
+    fakes.network.connect(D, "d-0")
+    fakes.connections.reach(ELSEWHERE, outcomes, fakes.now)
+    fakes.asked(Verdict.ALIVE)
+    fakes.connections.reach(ELSEWHERE, outcomes, fakes.now)
+    assert (outcomes, fakes.probe.asked) == ([None, None], [])
+    assert fakes.connections.address("D") == D
+    fakes.connections.forget("D")
+    fakes.network.connect(D, "d-1")
+    assert fakes.connections.is_elsewhere(ELSEWHERE), "another process may have only one of the names"
+
+
+def test_a_replacement_may_have_fewer_ranks() -> None:
+    """It has no rank of the agent's number, so rank 0 is asked, too."""
+    fakes, outcomes = FakePeers(), Outcomes()
+    fakes.network.connect(D, "d-0", "d-1")
+    fakes.network.agents_of = lambda engine_id: {"d-1": (0, 1)} if engine_id in fakes.network.connected else {}
+    fakes.connections.reach(ELSEWHERE, outcomes, fakes.now)
+    assert fakes.asked(Verdict.ENDED) == [("d-1", (0, 1), ELSEWHERE)]
+    assert fakes.asked(Verdict.REPLACED) == [("d-1", (0, 0), ELSEWHERE)]
+    assert fakes.asked(Verdict.UNKNOWN) == [("d-1", (0, 1), D)]
+    assert fakes.network.handshakes == [ELSEWHERE]
+
+
+@pytest.mark.parametrize("verdict", [Verdict.REPLACED, Verdict.ALIVE, Verdict.UNKNOWN])
+@pytest.mark.parametrize("at", ["the other", "the connected"])
+def test_a_verdict_about_a_connection_that_has_gone_decides_nothing(at: str, verdict: Verdict) -> None:
+    outcomes = Outcomes()
+    fakes = doubted(outcomes)
+    if at == "the other":
+        fakes, outcomes = FakePeers(), Outcomes()
+        fakes.network.connect(D, "d-0")
+        fakes.connections.reach(ELSEWHERE, outcomes, fakes.now)
+    fakes.connections.forget("D")
+    fakes.network.listening["D"] = ("new-0",)
+    fakes.asked(verdict)
     assert outcomes == [None]
     assert fakes.connections.address("D") == ELSEWHERE
+
+
+def test_few_addresses_are_asked_at_a_time() -> None:
+    """A client names them, and one thread asks. The connection counts for the others."""
+    fakes, outcomes = FakePeers(), Outcomes()
+    fakes.network.connect(D, "d-0")
+    for port in range(1, connections.MAX_DOUBTS + 3):
+        fakes.connections.reach(replace(ELSEWHERE, port=port), outcomes, fakes.now)
+    assert len(fakes.probe.asked) == connections.MAX_DOUBTS
+    assert outcomes == [None, None]
 
 
 def test_a_heartbeat_handshake_at_the_same_address_counts_as_a_try() -> None:

@@ -34,7 +34,7 @@ class World:
         self.now = 1000.0
         self.network.end_pushes = lambda engine_id, _: engine_id not in self.busy_with_writes
         transport: Transport = self.mail
-        self.connections = Connections(self.network, transport, None, FakeSearch(), lambda: self.now)
+        self.connections = Connections(self.network, transport, None, FakeSearch(), self.probe, lambda: self.now)
         waits = itertools.cycle(delays)
         self.idle = IdleConnections("us", self.connections, self.probe, lambda: self.in_use, lambda: next(waits))
 

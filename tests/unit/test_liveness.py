@@ -27,10 +27,10 @@ from layerpush.core.liveness import (
 T = 20.0
 BEAT_S = T / 4
 
-PING, PROBE, RECONNECT = SendPing("P", "A", True), StartProbe("P", "A"), Reconnect("P")
+PING, PROBE, RECONNECT = SendPing("P", "A", True), StartProbe("P", "A"), Reconnect("P", "A")
 GONE = ReportGone("P", "A", "the process of prefill agent A has ended")
 SILENT = ReportSilent("A", "nothing came from prefill agent A for 20 s")
-ALIVE, SPEAKS_LAYERPUSH, ENDED, UNKNOWN = Verdict
+ALIVE, SPEAKS_LAYERPUSH, ENDED, REPLACED, UNKNOWN = Verdict
 
 
 def watching(*agents: str, speaks_layerpush: bool = True) -> PeerWatch:
@@ -100,11 +100,14 @@ def test_a_pause_of_this_process_is_not_silence_of_the_agent() -> None:
     assert times(SILENT, course(watch, 20 * T, 10 * T)) == [10 * T + T - BEAT_S]
 
 
-def test_a_session_added_during_a_silence_has_its_own_timeout() -> None:
+def test_an_agent_is_silent_until_a_message_comes() -> None:
     watch = watching()
     assert times(SILENT, course(watch, 25.0)) == [T]
-    watch.await_agents("P", ["A"], 25.0)
-    assert times(SILENT, course(watch, 100.0, 25.0)) == [25.0 + T]
+    assert [watch.is_silent(name) for name in ("A", "nobody")] == [True, False]
+    assert times(PING, course(watch, 40.0, 25.0)) == [30.0, 35.0, 40.0], "else nothing would end it"
+    watch.on_message("A", 40.0, True)
+    assert not watch.is_silent("A")
+    assert times(SILENT, course(watch, 100.0, 40.0)) == [40.0 + T]
 
 
 def test_an_unidentified_agent_gets_heartbeats_and_is_never_reported_silent() -> None:
@@ -430,7 +433,7 @@ class WatchMachine(RuleBasedStateMachine):
         if name != agent:
             return
         del self.started[engine]
-        if verdict is ENDED and begun > self.heard_at[agent]:
+        if verdict.ended and begun > self.heard_at[agent]:
             self.proofs[agent].append((begun, self.now))
         else:
             self.proofs[agent] = []
@@ -495,7 +498,7 @@ class WatchMachine(RuleBasedStateMachine):
                 self.unanswered.setdefault(agent, self.now)
                 assert speaks_layerpush == (agent in self.speaking)
                 assert agent not in self.gone
-            case Reconnect(engine):
+            case Reconnect(engine, _):
                 assert engine in self.reconnects
                 self.reconnects.remove(engine)
             case StartProbe(engine):

@@ -96,6 +96,7 @@ class ScriptedWatch:
         self.orders: list[PeerAction] = []
         self.sessions: dict[tuple[str, str], int] = {}
         self.speaking: dict[str, bool] = {}
+        self.silent: set[str] = set()
         self.lost_agents: list[str] = []
         self.cut_agents: list[str] = []
         self.reconnections: list[tuple[str, ...]] = []
@@ -114,6 +115,9 @@ class ScriptedWatch:
 
     def on_message(self, agent: str, now: float, speaks_layerpush: bool) -> None:
         self.speaking[agent] = self.speaking.get(agent, False) or speaks_layerpush
+
+    def is_silent(self, agent: str) -> bool:
+        return agent in self.silent
 
     def engine_of(self, agent: str) -> str | None:
         return next((engine_id for engine_id, each in self.sessions if each == agent), None)
@@ -825,7 +829,7 @@ def test_an_order_for_an_ended_session_is_harmless() -> None:
         liveness.SendPing("P", "p-1", True),
         liveness.StartProbe("P", "p-1"),
         liveness.ReportSilent("p-1", "nothing came"),
-        liveness.Reconnect("P"),
+        liveness.Reconnect("P", "p-0"),
     )
     assert world.reports == ["failed"]
     assert world.probe.asked == []
@@ -834,7 +838,7 @@ def test_an_order_for_an_ended_session_is_harmless() -> None:
 def test_a_living_engine_with_a_dead_connection_is_reconnected() -> None:
     world = World()
     world.awaiting("p-0")
-    world.orders(liveness.Reconnect("P"))
+    world.orders(liveness.Reconnect("P", "p-0"))
     assert world.network.forgotten == ["P"]
     assert world.network.connected == {"P": ("p-0",)}
     world.receives(Completion("r", 1))
@@ -846,7 +850,7 @@ def test_a_failed_reconnection_is_logged_and_left_to_the_watch(caplog: pytest.Lo
     world.awaiting("p-0")
     world.network.listening = {}
     with caplog.at_level(logging.WARNING, "vllm.layerpush"):
-        world.orders(liveness.Reconnect("P"))
+        world.orders(liveness.Reconnect("P", "p-0"))
         world.network.reject("P", OSError("no route"))
         world.settle()
     assert "no route" in caplog.text
@@ -901,7 +905,7 @@ def test_a_send_without_a_connection_is_no_evidence_of_a_death() -> None:
     world = World()
     world.awaiting("p-0")
     world.network.listening = {}
-    world.orders(liveness.Reconnect("P"))
+    world.orders(liveness.Reconnect("P", "p-0"))
     world.orders(liveness.SendPing("P", "p-0", True))
     world.loads.abort("r", "aborted", world.now)
     assert world.watch.lost_agents == []
@@ -927,7 +931,7 @@ def test_a_probe_names_the_registered_rank_even_without_a_connection() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
     world.network.listening = {}
-    world.orders(liveness.Reconnect("P"))
+    world.orders(liveness.Reconnect("P", "p-0"))
     assert world.network.connected == {}
     world.orders(liveness.StartProbe("P", "p-1"))
     [asked] = world.probe.asked
@@ -941,12 +945,96 @@ def test_a_probe_uses_the_address_of_the_handshake_and_not_of_a_later_request() 
     world.engine.known |= {"r"}
     nowhere = Address("P", "10.6.6.6", 1, tp_size=1, notify_only=True)
     world.loads.register(registration(), nowhere, EXTRA, world.now)
-    world.settle()
+    world.asked(Verdict.UNKNOWN)
     assert world.watch.sessions["P", "p-0"] == 2
     world.receives(Completion("honest", 1))
-    world.orders(liveness.StartProbe("P", "p-0"), liveness.Reconnect("P"))
+    world.orders(liveness.StartProbe("P", "p-0"), liveness.Reconnect("P", "p-0"))
     assert [asked.address for asked in world.probe.asked] == [P]
     assert world.network.handshakes == [P, P]
+
+
+MOVED = Address("P", "10.0.0.6", 5600, tp_size=1, notify_only=True)
+"""Of another process with P's id."""
+
+
+def replaced() -> World:
+    """Load r waits for P's process, which does not answer. Load s has another address of P, where another one does."""
+    world = World(scripted=False)
+    world.awaiting("p-0")
+    world.network.listening = {"P": ("new-0",)}
+    world.engine.known |= {"s"}
+    world.loads.register(registration("s"), MOVED, EXTRA, world.now)
+    world.asked(Verdict.REPLACED)
+    world.asked(Verdict.UNKNOWN)
+    assert [agent for agent, _ in world.sent()] == ["new-0"]
+    return world
+
+
+@pytest.mark.parametrize("end", ["it answers", "it is gone"])
+def test_a_load_ends_with_its_process_after_another_process_has_the_name(end: str) -> None:
+    """The old process may still write, and its death still has two witnesses."""
+    world = replaced()
+    world.receives(Completion("s", 1), "new-0")
+    while ("failed", "r") not in world.engine.reports:
+        world.tick(0.25)
+        while world.probe.asked:
+            world.probe.answer(Verdict.UNKNOWN, world.now)
+    assert world.engine.reports == [("loaded", "s"), ("parked", "r"), ("failed", "r")]
+    assert {agent for agent, _ in world.sent()} == {"p-0"}, "pings and cancels"
+    if end == "it answers":
+        world.receives(Cancelled("r"))
+    else:
+        world.mail.lost = {"p-0"}
+        for _ in range(4 * 20):
+            dies_a_little(world)
+    assert world.engine.reports[3:] == [("cleared", "r")]
+    world.tick()
+    assert world.network.retired == set()
+    assert [*world.connections.agents("P")] == ["new-0"]
+
+
+def test_a_process_that_has_lost_its_name_does_not_take_the_connection_back() -> None:
+    world = replaced()
+    world.mail.lost = {"p-0"}
+    for _ in range(4 * 30):
+        world.tick(0.25)
+        world.receives(None, "new-0")
+        while world.probe.asked:
+            world.probe.answer(Verdict.SPEAKS_LAYERPUSH, world.now)
+    assert world.network.handshakes == [P, MOVED]
+
+
+def test_a_load_from_the_second_of_two_living_engines_fails_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    world, declined = World(), list[Address]()
+    world.loads.peers.decline = lambda address, _: declined.append(address)
+    world.network.connect(P, "p-0")
+    world.engine.known |= {"r"}
+    world.loads.register(registration(), MOVED, EXTRA, world.now)
+    world.asked(Verdict.REPLACED)
+    world.asked(Verdict.ALIVE)
+    world.tick()
+    assert world.reports == ["failed"]
+    assert world.sent() == []
+    assert declined == [MOVED], "it need not keep its blocks"
+    assert "two engines have the id 'P': one lives at 10.0.0.5:5600, and another at 10.0.0.6:5600" in caplog.text
+
+
+def test_a_silent_engine_gets_no_load_until_it_answers(caplog: pytest.LogCaptureFixture) -> None:
+    """Else each request would park its blocks."""
+    world = World(scripted=False)
+    world.awaiting("p-0")
+    world.tick(PATIENCE_S / 4)
+    world.tick(PATIENCE_S)
+    assert {type(message) for _, message in world.sent()} == {Ping, Cancel}
+    world.awaits("s")
+    assert world.sent() == []
+    world.tick()
+    assert ("failed", "s") in world.engine.reports
+    assert "KV load of s from P failed: prefill agent p-0 is silent, and earlier loads wait for it" in caplog.text
+    assert world.engine.declined == [], "nobody would hear it"
+    world.receives(None)
+    world.awaits("t")
+    assert [message.request_id for _, message in world.sent()] == ["t"]
 
 
 def test_a_request_with_a_different_number_of_ranks_is_not_awaited() -> None:
@@ -964,7 +1052,7 @@ def test_pushes_to_an_engine_fail_before_its_connection_is_dropped() -> None:
     world, ended = World(), list[tuple[str, list[str]]]()
     world.network.end_pushes = lambda engine_id, _: ended.append((engine_id, list(world.network.connected))) or True
     world.awaiting("p-0")
-    world.orders(liveness.Reconnect("P"))
+    world.orders(liveness.Reconnect("P", "p-0"))
     assert world.watch.reconnections == [("p-0",)]
     world.mail.lost = {"p-0"}
     world.awaits("s")
@@ -978,7 +1066,7 @@ def test_a_connection_with_pushes_in_flight_is_kept() -> None:
     world = World()
     world.network.end_pushes = lambda _, __: False
     world.awaiting("p-0")
-    world.orders(liveness.Reconnect("P"))
+    world.orders(liveness.Reconnect("P", "p-0"))
     world.mail.lost = {"p-0"}
     world.awaits("s")
     world.tick()

@@ -93,6 +93,18 @@ def test_the_locked_agent_forwards_other_attributes() -> None:
     assert not hasattr(agent, "missing")
 
 
+def test_postponed_calls_are_made_later() -> None:
+    scripted = ScriptedAgent()
+    agent = LockedAgent(scripted)
+    with agent.postponed("release_xfer_handle") as calls:
+        agent.release_xfer_handle(7)
+    assert scripted.released == []
+    agent.release_xfer_handle(8)
+    for call in calls:
+        call()
+    assert scripted.released == [8, 7]
+
+
 def test_an_error_releases_the_lock() -> None:
     agent = LockedAgent(CrowdedAgent())
     with pytest.raises(TypeError):

@@ -78,10 +78,12 @@ def listening(talk: Talk | None) -> Iterator[int]:
             thread.join()
 
 
-def ask(port: int, name: str = NAME, host: str = HOST, timeout_s: float = PATIENCE_S) -> Verdict:
+def ask(
+    port: int, name: str = NAME, host: str = HOST, timeout_s: float = PATIENCE_S, engine_id: str | None = None
+) -> Verdict:
     """Probe, and fail unless it comes back in time."""
     started = time.monotonic()
-    verdict = probe(host, port, name, 0, timeout_s=timeout_s)
+    verdict = probe(host, port, name, 0, timeout_s=timeout_s, engine_id=engine_id)
     assert time.monotonic() - started < timeout_s + SLACK_S
     return verdict
 
@@ -138,6 +140,12 @@ def endlessly(data: bytes, pause_s: float = 0.0) -> Talk:
 
 def test_stock_engines_decode_the_answer_of_a_layerpush_engine() -> None:
     assert msgspec.msgpack.decode(SIGNED, type=NixlHandshakePayload) == payload(NAME)
+
+
+@pytest.mark.parametrize(("named", "verdict"), [("p", Verdict.REPLACED), ("another", Verdict.ENDED)])
+def test_another_process_may_have_the_name_of_the_agents_engine(named: str, verdict: Verdict) -> None:
+    with listening(sends(answer(b"", metadata(OTHER), TIME))) as port:
+        assert ask(port, engine_id=named) is verdict
 
 
 def test_a_closed_port_proves_the_end_of_the_agent() -> None:

@@ -26,10 +26,16 @@ NO_SUCH_RANK = b""
 
 
 def probe(
-    host: str, port: int, agent_name: str, tp_rank: int, pp_rank: int = 0, timeout_s: float = TIMEOUT_S
+    host: str,
+    port: int,
+    agent_name: str,
+    tp_rank: int,
+    pp_rank: int = 0,
+    timeout_s: float = TIMEOUT_S,
+    engine_id: str | None = None,
 ) -> Verdict:
-    """Whether the process of an agent lives. Returns within ``timeout_s`` seconds, raises nothing, and leaves no socket
-    open.
+    """Whether the process of an agent of engine ``engine_id`` lives. Returns within ``timeout_s`` seconds, raises
+    nothing, and leaves no socket open.
 
     It sends vLLM's handshake query, which a stock engine answers, too. Any thread.
     """
@@ -43,7 +49,7 @@ def probe(
     if isinstance(answer, Verdict):
         return answer
     if name not in answer.description:
-        return Verdict.ENDED
+        return Verdict.REPLACED if answer.engine_id == engine_id else Verdict.ENDED
     return Verdict.SPEAKS_LAYERPUSH if answer.layerpush else Verdict.ALIVE
 
 
@@ -106,6 +112,7 @@ class Prober:
         tp_rank: int,
         on_verdict: Callable[[Verdict], None],
         pp_rank: int = 0,
+        engine_id: str | None = None,
     ) -> None:
         """Queue a probe. ``on_verdict`` gets the verdict on the prober's thread.
 
@@ -115,7 +122,7 @@ class Prober:
         def job() -> None:
             verdict = Verdict.UNKNOWN
             try:
-                verdict = probe(host, port, agent_name, tp_rank, pp_rank)
+                verdict = probe(host, port, agent_name, tp_rank, pp_rank, engine_id=engine_id)
             except Exception:  # a defect costs this verdict; the caller needs one, and the next probe asks again
                 logger.exception("layerpush: the probe of %s:%d failed", host, port)
             on_verdict(verdict)

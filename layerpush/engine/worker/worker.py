@@ -162,7 +162,7 @@ class LayerwisePushWorker(VllmPushWorker):
         )
         parts = kv_parts(self, layout) if fallback is None and config.verify else None
         self._verifies = None if parts is None else CHECKSUM
-        self._connections = Connections(self, self.transport, config.allowed_hosts, self._search)
+        self._connections = Connections(self, self.transport, config.allowed_hosts, self._search, self._probe_peer)
         self.links = Links(self, self._connections)
         self.pushes = Pushes(
             self._identity(fallback),
@@ -416,7 +416,7 @@ class LayerwisePushWorker(VllmPushWorker):
         def asked(verdict: Verdict) -> None:
             self.task(lambda: on_verdict(verdict, time.perf_counter()))
 
-        self._prober.start(address.host, address.port, agent, tp_rank, asked, pp_rank)
+        self._prober.start(address.host, address.port, agent, tp_rank, asked, pp_rank, address.engine_id)
 
     def _search(self, address: Address, on_contact: Callable[[bytes], None]) -> None:
         """Have the prober ask the engine's side channel for the contacts of its ranks. Each comes back as a task."""
@@ -430,4 +430,8 @@ class LayerwisePushWorker(VllmPushWorker):
     def end_pushes(self, engine_id: str, reason: str) -> bool:
         """Fail the pushes to an engine. Returns whether no WRITE is on its way to it."""
         self.pushes.fail_engine(engine_id, reason)
-        return engine_id not in self.pushes.engines_in_flight
+        return not self.has_writes_to(engine_id)
+
+    def has_writes_to(self, engine_id: str) -> bool:
+        """Whether a WRITE is on its way to an engine of this id."""
+        return engine_id in self.pushes.engines_in_flight

@@ -156,7 +156,7 @@ class Process:
         self.handshakes: dict[str, tuple[float, Handshake]] = {}
         self.probes: list[Asked] = []
         self.tasks: deque[Callable[[], None]] = deque()
-        self.connections = Connections(self, Mail(self), None, self._search, clock=lambda: world.now)
+        self.connections = Connections(self, Mail(self), None, self._search, self.probe, clock=lambda: world.now)
 
     # layerpush.transport.connections.Network
 
@@ -175,6 +175,12 @@ class Process:
 
     def end_pushes(self, engine_id: str, reason: str) -> bool:
         return True
+
+    def has_writes_to(self, engine_id: str) -> bool:
+        return False
+
+    def retire(self, engine_id: str) -> Callable[[], None]:
+        raise NotImplementedError  # each engine of this world has one address
 
     def disconnect(self, engine_id: str) -> None:
         self.connected.pop(engine_id, None)
