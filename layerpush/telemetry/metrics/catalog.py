@@ -336,7 +336,7 @@ DROPPED_MESSAGES = Metric(
         "spare_answer": "to P: a registration for an answer that P does not have (`n`)",
         "refused_registration": "to P: a registration for a request that has ended, or went to another rank",
         "id_in_use": "to P: a second registration under the id of a current one",
-        "engine_id_in_use": "to P: a registration under the name of another, living engine",
+        "engine_id_in_use": "to P: a registration under the id of another, living engine: each needs its own",
         "notifications": "NIXL could not hand over the received notifications",
         "other": "all kinds beyond the first 64",
     },
