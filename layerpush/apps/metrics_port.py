@@ -3,44 +3,78 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
+from typing import TypeAlias
 
 import aiohttp
 from aiohttp import web
 
+from layerpush.apps import http_server
+from layerpush.apps.http_server import Connections
+
+logger = logging.getLogger("layerpush.metrics")
+
 PATH = "/metrics"
 SCRAPE_S = 10.0
 """Deadline for the engine's answer, in seconds: Prometheus' own default."""
+MAX_SCRAPES = 8
+"""The most requests that wait for the engine."""
+MAX_CONNECTIONS = 64
+
+_Scraped: TypeAlias = tuple[int, bytes, str]
+"""Status, body and type of an answer."""
 
 
-def make_app(engine: str) -> web.Application:
+class Metrics:
     """Answers GET of ``PATH`` with that of ``engine``, a base URL, and all other requests with status 404 or 405.
 
-    It passes nothing of the request on. It asks the engine for one answer at a time, and answers 502 if the engine
-    has none.
+    It passes nothing of the request on. It asks the engine for one answer at a time: all that wait share it. It answers
+    502 if the engine has none, and 429 if ``MAX_SCRAPES`` wait.
     """
-    turn = asyncio.Lock()
-    session: web.AppKey[aiohttp.ClientSession] = web.AppKey("session", aiohttp.ClientSession)
 
-    async def sessions(app: web.Application) -> AsyncIterator[None]:
-        timeout = aiohttp.ClientTimeout(total=SCRAPE_S)
-        async with aiohttp.ClientSession(timeout=timeout) as app[session]:
+    def __init__(self, engine: str) -> None:
+        self.connections = Connections(logger, MAX_CONNECTIONS)
+        self.app = web.Application()
+        self.app.cleanup_ctx.append(self._running)
+        self.app.router.add_get(PATH, self._answer, allow_head=False)
+        self._url = engine + PATH
+        self._scrapes = 0
+        self._scrape: asyncio.Task[_Scraped | None] | None = None
+
+    async def _running(self, _: web.Application) -> AsyncIterator[None]:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SCRAPE_S)) as self._session:
             yield
+            if self._scrape is not None:
+                self._scrape.cancel()
 
-    async def metrics(request: web.Request) -> web.Response:
+    async def _answer(self, request: web.Request) -> web.Response:
+        if self._scrapes >= MAX_SCRAPES:
+            headers = {"Retry-After": "1"}
+            raise web.HTTPTooManyRequests(text=f"{MAX_SCRAPES} requests wait for the engine\n", headers=headers)
+        self._scrapes += 1
         try:
-            async with turn, request.app[session].get(engine + PATH, allow_redirects=False) as answer:
-                headers = {"Content-Type": answer.headers.get("Content-Type", "text/plain")}
-                return web.Response(status=answer.status, body=await answer.read(), headers=headers)
-        except (aiohttp.ClientError, TimeoutError):
-            raise web.HTTPBadGateway(text="the engine does not answer\n") from None
+            with self.connections.working(request):
+                if self._scrape is None or self._scrape.done():
+                    self._scrape = asyncio.create_task(self._ask())
+                scraped = await asyncio.shield(self._scrape)
+        finally:
+            self._scrapes -= 1
+        if scraped is None:
+            raise web.HTTPBadGateway(text="the engine does not answer\n")
+        status, body, kind = scraped
+        return web.Response(status=status, body=body, headers={"Content-Type": kind})
 
-    app = web.Application()
-    app.cleanup_ctx.append(sessions)
-    app.router.add_get(PATH, metrics, allow_head=False)
-    return app
+    async def _ask(self) -> _Scraped | None:
+        """The engine's answer within ``SCRAPE_S``, if it has one. The question goes on if all who wait for it leave."""
+        try:
+            async with self._session.get(self._url, allow_redirects=False) as answer:
+                return answer.status, await answer.read(), answer.headers.get("Content-Type", "text/plain")
+        except (aiohttp.ClientError, TimeoutError):
+            return None
 
 
 def serve(engine: str, host: str, port: int) -> None:
     """Serve until SIGTERM or SIGINT. Raises ``OSError`` if the port is not available."""
-    web.run_app(make_app(engine), host=host, port=port, print=None, access_log=None)
+    metrics = Metrics(engine)
+    asyncio.run(http_server.serve(metrics.app, metrics.connections, host, port, SCRAPE_S))

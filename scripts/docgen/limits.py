@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from layerpush.apps.proxy import body, legs, proxy, server
+from layerpush.apps import http_server, metrics_port
+from layerpush.apps.proxy import body, legs, proxy
 from layerpush.compat import handshake, handshake_executor, heartbeats
 from layerpush.core import request_params, wire
 from layerpush.decode import early_messages
@@ -58,14 +59,34 @@ MESSAGES = (
     ),
     ("kinds of peer errors", peer_errors.MAX_KINDS, "", "counted as one kind, `other`"),
     (
-        "the proxy: the request line, and each header",
-        server.MAX_LINE_BYTES,
+        "the proxy, `layerpush metrics`: the request line, and each header",
+        http_server.MAX_LINE_BYTES,
         "bytes",
         "status 400, the connection ends",
     ),
-    ("the proxy: headers of a request", server.MAX_HEADERS, "", "status 400, the connection ends"),
-    ("the proxy: the arrival of a head", server.HEAD_TIMEOUT_S, "seconds", "the connection ends"),
+    (
+        "the proxy, `layerpush metrics`: headers of a request",
+        http_server.MAX_HEADERS,
+        "",
+        "status 400, the connection ends",
+    ),
+    (
+        "the proxy, `layerpush metrics`: the arrival of a head",
+        http_server.HEAD_TIMEOUT_S,
+        "seconds",
+        "the connection ends",
+    ),
     ("the proxy: the arrival of a body", proxy.UPLOAD_S, "seconds", "status 408, the connection ends"),
+    (
+        "the proxy: connections, beyond `--max-concurrent-requests`; fewer if it may open few files",
+        proxy.SPARE_CONNECTIONS,
+        "",
+        "old ones without a request are closed, logged",
+    ),
+    ("the proxy: a list of models", proxy.MODELS_S, "seconds", "status 503"),
+    ("`layerpush metrics`: connections", metrics_port.MAX_CONNECTIONS, "", "old ones that wait for nothing are closed"),
+    ("`layerpush metrics`: requests that wait for the engine", metrics_port.MAX_SCRAPES, "", "status 429"),
+    ("`layerpush metrics`: the engine's answer", metrics_port.SCRAPE_S, "seconds", "status 502"),
     ("the proxy: keys of a JSON object", body.MAX_KEYS, "", "status 400"),
     (
         "the proxy: an engine's answer in one piece, D's first event",

@@ -16,9 +16,9 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 from yarl import URL
 
-from layerpush.apps import metrics_port
+from layerpush.apps import http_server, metrics_port
 from layerpush.apps.cli import app
-from layerpush.apps.metrics_port import make_app
+from layerpush.apps.metrics_port import MAX_SCRAPES, Metrics
 from tests.unit.proxy.world import asynchronous, free_port, until
 
 TEXT, KIND = "# HELP vllm:layerpush_ranks ranks\n", "text/plain; version=1.0.0; charset=utf-8"
@@ -46,12 +46,20 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
+async def metrics_of(engine: str) -> AsyncIterator[str]:
+    """The base URL of the metrics port of the engine at this URL."""
+    metrics, port = Metrics(engine), free_port()
+    async with http_server.serving(metrics.app, metrics.connections, "127.0.0.1", port, 1.0):
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextlib.asynccontextmanager
 async def port_of(engine: Engine) -> AsyncIterator[str]:
     """The base URL of an engine's metrics port."""
     served = web.Application()
     served.router.add_route("*", "/{path:.*}", engine.answer)
-    async with TestServer(served) as server, TestServer(make_app(f"http://127.0.0.1:{server.port}")) as port:
-        yield f"http://127.0.0.1:{port.port}"
+    async with TestServer(served) as server, metrics_of(f"http://127.0.0.1:{server.port}") as url:
+        yield url
 
 
 @asynchronous
@@ -104,15 +112,59 @@ async def test_nothing_of_a_request_is_passed_on() -> None:
 
 
 @asynchronous
-async def test_scrapes_wait_for_each_other() -> None:
+async def test_scrapes_share_an_answer_and_too_many_are_refused() -> None:
     engine = Engine()
     engine.gate.clear()
     async with port_of(engine) as url, aiohttp.ClientSession() as session:
-        scrapes = [asyncio.create_task(session.get(f"{url}/metrics")) for _ in range(8)]
-        await until(lambda: engine.now == 1, "a scrape reaches the engine")
+        scrapes = [asyncio.create_task(session.get(f"{url}/metrics")) for _ in range(MAX_SCRAPES + 3)]
+        await until(lambda: sum(each.done() for each in scrapes) == 3, "some are refused")
         engine.gate.set()
-        assert [answer.status for answer in await asyncio.gather(*scrapes)] == [200] * 8
-    assert engine.most == 1
+        answers = await asyncio.gather(*scrapes)
+        assert sorted(answer.status for answer in answers) == [200] * MAX_SCRAPES + [429] * 3
+        assert len(engine.requests) == 1
+        async with session.get(f"{url}/metrics") as answer:
+            assert answer.status == 200
+    assert len(engine.requests) == 2, "an answer that has come is not used again"
+
+
+@asynchronous
+async def test_a_scrape_does_not_wait_behind_others_that_have_left() -> None:
+    engine = Engine()
+    engine.gate.clear()
+    async with port_of(engine) as url, aiohttp.ClientSession() as session:
+        address = "127.0.0.1", int(url.rsplit(":", 1)[1])
+        for _ in range(300):
+            _, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            await writer.drain()
+            writer.close()
+
+        async def scraped() -> bool:
+            async with session.get(f"{url}/metrics") as answer:
+                return answer.status == 200
+
+        engine.gate.set()
+        async with asyncio.timeout(10):
+            while not await scraped():
+                pass
+    assert len(engine.requests) < 5
+
+
+@asynchronous
+async def test_silent_connections_do_not_stop_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_port, "MAX_CONNECTIONS", 4)
+    engine = Engine()
+    engine.gate.clear()
+    async with port_of(engine) as url, aiohttp.ClientSession() as session:
+        scrape = asyncio.create_task(session.get(f"{url}/metrics"))
+        await until(lambda: engine.now, "a scrape is under way")
+        silent = [await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1])) for _ in range(50)]
+        engine.gate.set()
+        assert (await scrape).status == 200
+        async with session.get(f"{url}/metrics") as answer:
+            assert answer.status == 200
+        for _, writer in silent:
+            writer.close()
 
 
 @asynchronous
@@ -120,11 +172,14 @@ async def test_an_engine_that_does_not_answer_is_a_bad_gateway(monkeypatch: pyte
     monkeypatch.setattr(metrics_port, "SCRAPE_S", 0.1)
     engine = Engine()
     engine.gate.clear()
-    async with port_of(engine) as hangs, TestServer(make_app(f"http://127.0.0.1:{free_port()}")) as port:
-        async with aiohttp.ClientSession() as session:
-            for url in (hangs, f"http://127.0.0.1:{port.port}"):
-                async with session.get(f"{url}/metrics") as answer:
-                    assert (answer.status, await answer.text()) == (502, "the engine does not answer\n")
+    async with (
+        port_of(engine) as hangs,
+        metrics_of(f"http://127.0.0.1:{free_port()}") as nobody,
+        aiohttp.ClientSession() as session,
+    ):
+        for url in (hangs, nobody):
+            async with session.get(f"{url}/metrics") as answer:
+                assert (answer.status, await answer.text()) == (502, "the engine does not answer\n")
         engine.gate.set()
 
 

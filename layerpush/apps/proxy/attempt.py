@@ -105,7 +105,7 @@ class Attempt:
             params = self._learn(prefilled)
         except LegFailedError as failure:
             self.prefill.asked_at = None  # the next request asks again
-            _use_sequential(self.prefill, str(failure))
+            self._use_sequential(str(failure))
             return
         with contextlib.suppress(LegFailedError):
             await self._ask_d(request_id, params)
@@ -120,7 +120,7 @@ class Attempt:
         try:
             identity = PrefillIdentity.from_params(params)
         except IdentityError as error:
-            _use_sequential(engine, f"{engine}: {error}")
+            self._use_sequential(f"{engine}: {error}")
         else:
             if engine.identity != identity:
                 engine.identity, engine.warning = identity, ""
@@ -154,10 +154,11 @@ class Attempt:
         body = self.body
         return await self.engines.decode(self.decode, body.path, headers, body.to_decode(params), streams=body.streams)
 
-
-def _use_sequential(engine: Engine, reason: str) -> None:
-    """Forget P's identity. Log the reason, unless it is the same as the last one."""
-    engine.identity = None
-    if engine.warning != reason:
-        engine.warning = reason
-        logger.warning("%s. Sequential dispatch for this engine: D is asked after it has answered", reason)
+    def _use_sequential(self, reason: str) -> None:
+        """Forget P's identity. Log the reason, unless it is the same as the last one."""
+        engine, now = self.prefill, asyncio.get_running_loop().time()
+        engine.identity = None
+        if engine.warning != reason:
+            engine.warning = reason
+            text = f"{reason}. Sequential dispatch for this engine: D is asked after it has answered"
+            self.engines.peer_errors.count(f"{engine} sequential", text, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import re
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ import aiohttp
 
 from layerpush.apps.proxy.engines import Engine
 from layerpush.apps.proxy.errors import shortened
+from layerpush.telemetry.peer_errors import PeerErrors
+
+logger = logging.getLogger("layerpush.proxy")
 
 EVENT_STREAM = "text/event-stream"
 MAX_ANSWER_BYTES = 16 << 20
@@ -34,7 +38,7 @@ class LegFailedError(Exception):
     """An engine did not answer as it should have, and the request is not at fault.
 
     Its text is for the log. ``public`` is for clients: neither an engine's address nor its own text. ``status`` is for
-    the client, too. ``suspects`` are the engines that may be the reason.
+    the client, too. ``suspects`` are the engines that may be the reason. ``kind`` is the text without its detail.
     """
 
     def __init__(
@@ -44,7 +48,8 @@ class LegFailedError(Exception):
 
         ``is_lost``: there is no connection, or it ended early. The engine may answer another attempt.
         """
-        super().__init__(f"{engine} {message}{detail and ': ' + detail}")
+        self.kind = f"{engine} {message}"
+        super().__init__(f"{self.kind}{detail and ': ' + detail}")
         self.status = status if status in _STATUSES else 502
         self.public = f"the {engine.role} engine {message}{detail and '; the log of the proxy says more'}"
         self.suspects: Collection[Engine] = (engine,)
@@ -85,6 +90,8 @@ class Engines:
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
+        self.peer_errors = PeerErrors(logger)
+        """Of engines. A client can cause them at any rate."""
 
     async def ask(self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes | None = None) -> Whole:
         """POST, or GET without ``body``, and read the whole answer.

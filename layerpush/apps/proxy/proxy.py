@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 
 from aiohttp import web
 
+from layerpush.apps.http_server import Connections
 from layerpush.apps.proxy.attempt import Answer, Attempt
 from layerpush.apps.proxy.body import RequestBody
 from layerpush.apps.proxy.conversations import SESSION, Conversations, Session
@@ -20,6 +21,10 @@ from layerpush.apps.proxy.settings import Settings
 
 logger = logging.getLogger("layerpush.proxy")
 
+SPARE_CONNECTIONS = 256
+"""So many more connections than requests may be open: they are idle, or their head arrives."""
+MODELS_S = 10.0
+"""Deadline for a list of models."""
 UPLOAD_S = 60.0
 """Deadline for the arrival of a body."""
 RETRIES = 2
@@ -42,6 +47,7 @@ class Proxy:
         self.retries = 0
         self.body_bytes = 0
         self.conversations = Conversations()
+        self.connections = Connections(logger, settings.max_concurrent_requests + SPARE_CONNECTIONS)
 
     async def running(self, _: web.Application) -> AsyncIterator[None]:
         """Have an HTTP session, from the first step of this generator to its second one. Then end questions to P."""
@@ -55,33 +61,46 @@ class Proxy:
 
         Returns the answer, as far as it is not sent yet. Raises ``ProxyError`` if there is none.
         """
+        limit_s = self.settings.request_timeout_secs
+        stream = web.StreamResponse()
+        with self._counted(request):
+            try:
+                async with asyncio.timeout(limit_s):
+                    async with self._body(request) as body:
+                        answer = await self._ask(body, _passed_on(request), _session(request))
+                    return await self._pass_on(request, stream, answer)
+            except LegFailedError as failure:
+                self._log(failure)
+                return _break_off(request, stream, failure.status, failure.public)
+            except TimeoutError:
+                return _break_off(
+                    request, stream, 504, f"the request took more than {limit_s:g} s (--request-timeout-secs)"
+                )
+
+    async def models(self, request: web.Request) -> web.Response:
+        """The list of the first D that answers. All of them together have ``MODELS_S``."""
+        with self._counted(request), contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MODELS_S):
+                for decode in self.decode.engines:
+                    with contextlib.suppress(LegFailedError):
+                        return _response(await self.engines.ask(decode, request.path, _passed_on(request)))
+        raise ProxyError(503, "no decode engine gives its list of models")
+
+    @contextlib.contextmanager
+    def _counted(self, request: web.Request) -> Iterator[None]:
+        """The request takes a place while the block runs. Raises ``ProxyError`` if none is free."""
         if self.requests >= self.settings.max_concurrent_requests:
             message = f"{self.requests} requests are under way (--max-concurrent-requests); try again later"
             raise ProxyError(429, message)
         self.requests += 1
-        limit_s = self.settings.request_timeout_secs
-        stream = web.StreamResponse()
         try:
-            async with asyncio.timeout(limit_s):
-                async with self._body(request) as body:
-                    answer = await self._ask(body, _passed_on(request), _session(request))
-                return await self._pass_on(request, stream, answer)
-        except LegFailedError as failure:
-            logger.warning("%s", str(failure))
-            return _break_off(request, stream, failure.status, failure.public)
-        except TimeoutError:
-            return _break_off(
-                request, stream, 504, f"the request took more than {limit_s:g} s (--request-timeout-secs)"
-            )
+            with self.connections.working(request):
+                yield
         finally:
             self.requests -= 1
 
-    async def models(self, request: web.Request) -> web.Response:
-        """The list of the first D that answers."""
-        for decode in self.decode.engines:
-            with contextlib.suppress(LegFailedError):
-                return _response(await self.engines.ask(decode, request.path, _passed_on(request)))
-        raise ProxyError(503, "no decode engine gives its list of models")
+    def _log(self, failure: LegFailedError) -> None:
+        self.engines.peer_errors.count(failure.kind, str(failure), asyncio.get_running_loop().time())
 
     async def health(self, _: web.Request) -> web.Response:
         """The proxy lives. The engines are not checked."""
@@ -133,7 +152,7 @@ class Proxy:
             if (prefill, decode) in refused:
                 break
             if failure is not None:
-                logger.warning("another attempt, with %s, %s", prefill, decode)
+                self.engines.peer_errors.count("another attempt", f"another attempt, with {prefill}, {decode}", now)
                 self.retries += 1
             with decode.working():
                 try:
@@ -141,7 +160,7 @@ class Proxy:
                     return await attempt.send()
                 except LegFailedError as error:
                     failure = error.with_traceback(None)  # the frames in it hold the body
-                    logger.warning("%s", str(failure))  # a handler may keep the arguments
+                    self._log(failure)
                     suspects.update(failure.suspects)
                     if not failure.is_lost:
                         refused.add((prefill, decode))

@@ -65,6 +65,8 @@ class Stub:
         self.has_connector = True
         self.params_override: dict[str, Any] = {}
         self.faults: deque[Fault] = deque()
+        self.fails: Fault | None = None
+        """The fault of all other requests."""
         self.hold: asyncio.Event | None = None
         self.hold_probes: asyncio.Event | None = None
         self.probe_status = 200
@@ -121,6 +123,8 @@ class Stub:
         return web.Response()
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self.hold is not None:
+            await self.hold.wait()
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "by": self.engine_id}]})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -142,7 +146,7 @@ class Stub:
             self.active -= 1
 
     async def _answer(self, request: web.Request, seen: Seen) -> web.StreamResponse:
-        fault = self.faults.popleft() if self.faults else None
+        fault = self.faults.popleft() if self.faults else self.fails
         if self.hold is not None:
             await self.hold.wait()
         if self.raw is not None:

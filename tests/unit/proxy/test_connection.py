@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from layerpush.apps.proxy.server import MAX_HEADERS, MAX_LINE_BYTES
+from layerpush.apps.http_server import MAX_HEADERS, MAX_LINE_BYTES
 from tests.unit.proxy.test_hostile import BODY, head, raw
 from tests.unit.proxy.world import World, asynchronous, until, world
 
@@ -134,7 +134,7 @@ async def test_a_kept_connection_serves_many_requests() -> None:
     async with world() as here:
         reader, writer = await raw(here)
         for _ in range(20):
-            writer.write(HEALTH[:-2] + b"X: " + b"a" * 4096 + b"\r\n\r\n")
+            writer.write(HEALTH[:-2] + b"X: " + b"a" * (MAX_LINE_BYTES - 8) + b"\r\n\r\n")
             assert (await answer(reader))[0] == 200
         writer.close()
 

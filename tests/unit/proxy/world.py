@@ -14,9 +14,9 @@ from typing import Any
 from unittest import mock
 
 import aiohttp
-from aiohttp import web
 from multidict import CIMultiDictProxy
 
+from layerpush.apps import http_server
 from layerpush.apps.proxy import proxy as proxy_module
 from layerpush.apps.proxy import server
 from layerpush.apps.proxy.attempt import Attempt
@@ -138,17 +138,12 @@ async def world(
         port = free_port()
         urls = {"prefill": [stub.url for stub in prefill], "decode": [stub.url for stub in decode]}
         proxy = Proxy(Settings(**urls, port=port, **settings))
-        served = web.AppRunner(server.make_app(proxy), **{**server.RUNNER, "shutdown_timeout": 1.0, **runner})
+        serving = http_server.serving(server.make_app(proxy), proxy.connections, "127.0.0.1", port, 2.0, **runner)
         here = World(network, prefill, decode, f"http://127.0.0.1:{port}", proxy)
         with (
             mock.patch.object(proxy_module, "RETRIES", retries),
             mock.patch.object(proxy_module, "UPLOAD_S", upload_s),
         ):
-            await served.setup()
-            await web.TCPSite(served, "127.0.0.1", port).start()
-            try:
-                async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-                    here.session = session
-                    yield here
-            finally:
-                await served.cleanup()
+            async with serving, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+                here.session = session
+                yield here
