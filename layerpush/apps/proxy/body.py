@@ -66,6 +66,16 @@ class RequestBody:
         """Whether the client seems to want server-sent events."""
         return bytes(self._fields.get("stream", b"")) not in _FALSE
 
+    @property
+    def said(self) -> bytes:
+        """The JSON of the prompt, or of the messages of a chat."""
+        return bytes(self._fields.get("messages" if self.path == CHAT else "prompt", b""))
+
+    @property
+    def cache_salt(self) -> bytes:
+        """JSON. Requests with different salts share no KV cache."""
+        return bytes(self._fields.get("cache_salt", b""))
+
     def probe(self) -> RequestBody:
         """The body of a short prompt to the same model, for one token."""
         model = {"model": self._fields["model"]} if "model" in self._fields else {}

@@ -67,8 +67,9 @@ class Proxy:
             try:
                 async with asyncio.timeout(limit_s):
                     async with self._body(request) as body:
-                        answer = await self._ask(body, _passed_on(request), _session(request))
-                    return await self._pass_on(request, stream, answer)
+                        session = _session(request, body)
+                        answer = await self._ask(body, _passed_on(request), session)
+                    return await self._pass_on(request, stream, answer, session)
             except LegFailedError as failure:
                 self._log(failure)
                 return _break_off(request, stream, failure.status, failure.public)
@@ -142,7 +143,7 @@ class Proxy:
 
     async def _ask(self, body: RequestBody, headers: Mapping[str, str], session: Session | None) -> Answer:
         """Ask pairs of engines until one answers. Raises ``ProxyError`` with the cause of the last failure."""
-        to_prefill = self.conversations.pop_params(session, asyncio.get_running_loop().time())
+        to_prefill = self.conversations.pop_params(session, body.said, asyncio.get_running_loop().time())
         suspects: set[Engine] = set()
         refused: set[tuple[Engine, Engine]] = set()
         failure: LegFailedError | None = None
@@ -167,16 +168,18 @@ class Proxy:
         assert failure is not None
         raise ProxyError(failure.status, failure.public)
 
-    async def _pass_on(self, request: web.Request, stream: web.StreamResponse, answer: Answer) -> web.StreamResponse:
+    async def _pass_on(
+        self, request: web.Request, stream: web.StreamResponse, answer: Answer, session: Session | None
+    ) -> web.StreamResponse:
         content = answer.content
         try:
             if isinstance(content, Whole):
                 now = asyncio.get_running_loop().time()
-                shown = self.conversations.without_params(_session(request), content.body, now)
+                shown = self.conversations.without_params(session, content.body, now)
                 return _response(replace(content, body=shown))
             stream.headers.update(content.headers)
             await stream.prepare(request)
-            async for data in self.conversations.shown(_session(request), content):
+            async for data in self.conversations.shown(session, content):
                 await stream.write(data)
             await stream.write_eof()
             return stream
@@ -193,9 +196,9 @@ def _passed_on(request: web.Request) -> dict[str, str]:
     return {key: value for key, value in headers.items() if value.isprintable()}
 
 
-def _session(request: web.Request) -> Session | None:
+def _session(request: web.Request, body: RequestBody) -> Session | None:
     name = request.headers.get(SESSION)
-    return (request.headers.get("Authorization", ""), name) if name else None
+    return Session.of((request.headers.get("Authorization", ""), body.cache_salt, name), body.said) if name else None
 
 
 def _response(answer: Whole) -> web.Response:

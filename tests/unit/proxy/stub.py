@@ -72,6 +72,8 @@ class Stub:
         self.probe_status = 200
         self.keeps_turns = False
         """Whether D returns `kv_transfer_params` with its answers."""
+        self.padding = ""
+        """A text in D's answers."""
         self.greeting = ""
         """A header's value in D's answers."""
         self.step: asyncio.Semaphore | None = None
@@ -209,7 +211,7 @@ class Stub:
         return web.json_response(body | {"kv_transfer_params": params if self.has_connector else None})
 
     def _complete(self, seen: Seen) -> web.Response:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "text": "a b c"}
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "text": "a b c" + self.padding}
         if "chat" in seen.path:
             choice["message"] = {"role": "assistant", "content": "a b c"}
         body = {
@@ -256,6 +258,7 @@ class Stub:
             return self.pieces
         count = seen.body.get("max_completion_tokens") or seen.body.get("max_tokens") or 4
         events = [self._event(seen, index) for index in range(count)]
+        events[-1] |= {"padding": self.padding} if self.padding else {}
         events[-1] |= self._returned(seen)
         if (seen.body.get("stream_options") or {}).get("include_usage"):
             usage = {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count}

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from layerpush.apps.proxy import conversations
-from layerpush.apps.proxy.conversations import KEPT_S, Conversations
+from layerpush.apps.proxy.conversations import KEPT_S, Conversations, Session
+from layerpush.apps.proxy.legs import HELD_BYTES
 from layerpush.core.prefill_identity import TO_PREFILL
 from tests.unit.proxy.world import World, asynchronous, world
 
 SESSION = {"X-Session-Id": "talk"}
 ANSWER = b'{"id": "1", "kv_transfer_params": {"remote_host": "d", "do_remote_decode": false}, "choices": [1.50]}'
-WHO = ("key", "talk")
+SAID = b'[{"role":"user","content":"a"}]'
+WHO = Session.of(("key", b"", "talk"), SAID)
 
 
 def to_p(here: World) -> list[dict[str, Any]]:
@@ -90,11 +92,45 @@ def test_params_are_used_once_and_get_old() -> None:
     kept = Conversations()
     shown = kept.without_params(WHO, ANSWER, 5.0)
     assert shown == b'{"id":"1","kv_transfer_params":null,"choices":[1.50]}'
-    assert kept.pop_params(("", "talk"), 6.0) == kept.pop_params(None, 6.0) == TO_PREFILL
-    assert kept.pop_params(WHO, 6.0) == {"remote_host": "d", **TO_PREFILL}
-    assert kept.pop_params(WHO, 6.0) == TO_PREFILL
+    for other in (None, Session.of(("", b"", "talk"), SAID), Session.of(("key", b'"salt"', "talk"), SAID)):
+        assert kept.pop_params(other, SAID, 6.0) == TO_PREFILL
+    assert kept.pop_params(WHO, SAID, 6.0) == {"remote_host": "d", **TO_PREFILL}
+    assert kept.pop_params(WHO, SAID, 6.0) == TO_PREFILL
     kept.without_params(WHO, ANSWER, 5.0)
-    assert kept.pop_params(WHO, 5.0 + KEPT_S) == TO_PREFILL
+    assert kept.pop_params(WHO, SAID, 5.0 + KEPT_S) == TO_PREFILL
+
+
+@pytest.mark.parametrize(
+    ("said", "later", "is_it"),
+    [
+        (SAID, SAID, True),
+        (SAID, SAID[:-1] + b',{"role":"assistant","content":"b"},{"role":"user","content":"c"}]', True),
+        (b"[ 1, 2\n]", b"[ 1, 2, 3\n]", True),
+        (b'"Hello"', b'"Hello there"', True),
+        (SAID, b'[{"role":"user","content":"b"}]', False),
+        (SAID, b"[]", False),
+        (b'"Hello there"', b'"Hello"', False),
+        (b'"Hello"', b"", False),
+    ],
+)
+def test_only_the_same_conversation_gets_and_takes_them(said: bytes, later: bytes, is_it: bool) -> None:
+    kept = Conversations()
+    kept.without_params(Session.of(WHO.who, said), ANSWER, 5.0)
+    found = kept.pop_params(Session.of(WHO.who, later), later, 6.0)
+    assert found == ({"remote_host": "d", **TO_PREFILL} if is_it else TO_PREFILL)
+    assert (kept.pop_params(WHO, said, 6.0) == TO_PREFILL) == is_it
+
+
+@pytest.mark.parametrize("key", [{}, {"Authorization": "Bearer one-key-for-all"}])
+@asynchronous
+async def test_the_name_of_anothers_session_is_worth_nothing(key: dict[str, str]) -> None:
+    """Neither to who guesses it, nor to who has used it first."""
+    async with world(d0={"keeps_turns": True}) as here:
+        for prompt in ("hers", "his", "hers, again"):
+            await here.post(headers=SESSION | key, prompt=prompt)
+        assert to_p(here) == [TO_PREFILL] * 3
+        await here.post("/v1/chat/completions", headers=SESSION | key, prompt="hers, again")
+        assert to_p(here)[3] == TO_PREFILL
 
 
 @pytest.mark.parametrize(
@@ -114,38 +150,56 @@ def test_params_are_used_once_and_get_old() -> None:
 def test_other_answers_pass_byte_for_byte(answer: bytes) -> None:
     kept = Conversations()
     assert kept.without_params(WHO, answer, 0.0) == answer
-    assert kept.pop_params(WHO, 0.0) == TO_PREFILL
+    assert kept.pop_params(WHO, SAID, 0.0) == TO_PREFILL
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
-@asynchronous
-async def test_params_in_an_event_are_found_in_any_split(size: int) -> None:
-    kept, sent = Conversations(), b": ping\n\ndata: {}\n\ndata: " + ANSWER + b"\r\n\r\ndata: kv_transfer_params"
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for at in range(0, len(sent), size):
-            yield sent[at : at + size]
-
-    shown = b"".join([data async for data in kept.shown(WHO, pieces())])
-    assert shown == sent.replace(ANSWER + b"\r", b'{"id":"1","kv_transfer_params":null,"choices":[1.50]}')
-    now = asyncio.get_running_loop().time()
-    assert kept.pop_params(WHO, now) == {"remote_host": "d", **TO_PREFILL}
-
-
-@asynchronous
-async def test_a_long_line_passes_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "LINE_BYTES", 8)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for data in (b"data: [1", b"2", b"3", b"]\n"):
+async def shown(kept: Conversations, *pieces: bytes) -> list[bytes]:
+    async def stream() -> AsyncIterator[bytes]:
+        for data in pieces:
             yield data
 
-    assert [data async for data in Conversations().shown(WHO, pieces())] == [b"", b"data: [12", b"", b"3]\n", b""]
+    return [data async for data in kept.shown(WHO, stream())]
+
+
+@pytest.mark.parametrize("around", [(b": ping\n\ndata: {}\n\ndata: ", b"\r\n\r\ndata: kv_transfer_params"), (b"", b"")])
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@asynchronous
+async def test_params_in_a_stream_are_found_in_any_split(size: int, around: tuple[bytes, bytes]) -> None:
+    kept = Conversations()
+    answer = ANSWER.replace(b'"1"', '"é \\"kv_transfer_params\\": {"'.encode())
+    sent = answer.join(around)
+    data = b"".join(await shown(kept, *(sent[at : at + size] for at in range(0, len(sent), size))))
+    begin, end = answer.index(b'"kv_transfer_params": {"r'), answer.index(b', "choices"')
+    assert data == (answer[:begin] + b'"kv_transfer_params":null' + answer[end:]).join(around)
+    now = asyncio.get_running_loop().time()
+    assert kept.pop_params(WHO, SAID, now)["remote_host"] == "d"
+
+
+@asynchronous
+async def test_a_stream_passes_as_it_comes() -> None:
+    """Only the begin of params waits. Params that are not whole do not pass."""
+    pieces = (b'data: {"kv', b'_transfer_params":null}', b'{"kv_transfer_params": -1', b'"kv_tr')
+    expected = [b"data: {", b'"kv_transfer_params":null}', b'{"kv_transfer_params": -1', b"", b'"kv_tr']
+    assert await shown(Conversations(), *pieces) == expected
+    assert await shown(Conversations(), b'{"a":1,"kv_transfer_params":{"remote_host":"d') == [b'{"a":1,']
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@asynchronous
+async def test_a_long_answer_names_no_engine(stream: bool) -> None:
+    async with world(d0={"keeps_turns": True, "padding": "x" * 2 * HELD_BYTES}) as here:
+        reply = await here.post(headers=SESSION, stream=stream)
+        assert len(reply.body) > 2 * HELD_BYTES
+        assert b"127.0.0.1" not in reply.body
+        assert b"suffix" not in reply.body
+        await here.post(headers=SESSION, stream=stream)
+        assert "remote_request_id" in to_p(here)[1]
 
 
 def test_the_oldest_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "KEPT", 2)
     kept = Conversations()
     for name in "abc":
-        kept.without_params(("", name), ANSWER, 0.0)
-    assert [kept.pop_params(("", name), 0.0) == TO_PREFILL for name in "abc"] == [True, False, False]
+        kept.without_params(Session.of(("", b"", name), SAID), ANSWER, 0.0)
+    asked = [Session.of(("", b"", name), SAID) for name in "abc"]
+    assert [kept.pop_params(session, SAID, 0.0) == TO_PREFILL for session in asked] == [True, False, False]
