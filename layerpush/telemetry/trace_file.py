@@ -7,9 +7,11 @@ the thread is bounded, in records and in rows.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import queue
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -28,15 +30,25 @@ logger = logging.getLogger(f"vllm.{__name__}")
 QUEUE_LIMIT = 1024
 ROWS_LIMIT = 1 << 18
 """The most rows that queued records may have together, about 50 MB. A push of a long prompt has thousands."""
+MAX_FILE_BYTES = 256 << 20
+"""A larger file gets the suffix ``PREVIOUS``, and another begins. So a process has twice as many bytes at most."""
+PREVIOUS = ".1.jsonl"
+ROOT = 0
+"""The user who may do all things in any case, such as to make a container's volume."""
 QUIET_S = 60.0
 CLOSE_S = 2.0
 
 
 def trace_folder(directory: str) -> Path:
-    """The folder of a `trace_dir`, made if there is none. Raises ``ConfigError`` if it cannot be made."""
+    """The folder of a `trace_dir`, made if there is none.
+
+    Raises ``ConfigError`` if it cannot be made, or belongs to another user: he could read and change the trace.
+    """
     try:
         folder = Path(directory).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid not in (os.geteuid(), ROOT):
+            raise PermissionError(errno.EPERM, "it belongs to another user")
     except (OSError, RuntimeError) as error:  # RuntimeError: no such user's home
         reason = getattr(error, "strerror", error)
         raise ConfigError(f"kv_connector_extra_config: 'trace_dir': no directory {directory}: {reason}") from None
@@ -156,16 +168,22 @@ class TraceFile:
 
 
 def _file_at(path: Path) -> FileIO:
-    """The file to append to. Raises ``OSError``.
+    """The file to append to. Raises ``OSError``, also if it is no plain file of this user with one name.
 
-    Others may write to the folder and know the name, so a link of theirs is not followed.
+    Others may write to the folder and know the name, so a link of theirs is not followed, and a pipe does not block.
     """
-    return FileIO(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600))
+    file = FileIO(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600))
+    found = os.fstat(file.fileno())
+    if stat.S_ISREG(found.st_mode) and (found.st_uid, found.st_nlink) == (os.geteuid(), 1):
+        os.fchmod(file.fileno(), 0o600)
+        return file
+    file.close()
+    raise PermissionError(errno.EPERM, "it is no plain file of this user", str(path))
 
 
 class _Lines:
     """A file of whole lines; the first is ``head``. If the disk took only a part of a line, a line end precedes the
-    next line. A deleted file is created again. Trace thread.
+    next line. A deleted file is created again, and a file that is too large gets another name. Trace thread.
     """
 
     def __init__(self, path: Path, head: ProcessRecord) -> None:
@@ -181,7 +199,7 @@ class _Lines:
         if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
             self.close()
         if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            trace_folder(str(self._path.parent))
             self._file = _file_at(self._path)
             self._has_head = False
             # A process of the same pid may have left a torn line.
@@ -195,6 +213,10 @@ class _Lines:
         line = self._encoder.encode(record)
         self.begin()
         assert self._file is not None
+        if os.fstat(self._file.fileno()).st_size + len(line) > MAX_FILE_BYTES:
+            self._path.replace(self._path.with_suffix(PREVIOUS))
+            self.close()
+            self.begin()
         self._write(self._file, line)
 
     def _write(self, file: FileIO, line: bytes) -> None:

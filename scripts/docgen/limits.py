@@ -185,6 +185,14 @@ TABLES = (
         "the newest is dropped, counted",
     ),
     (
+        "both",
+        "the trace of a process, in two files",
+        None,
+        2 * trace_file.MAX_FILE_BYTES,
+        None,
+        "the older file is replaced",
+    ),
+    (
         "D",
         "messages about requests before their registration",
         early_messages.KEPT,

@@ -378,6 +378,92 @@ def test_a_link_in_the_place_of_the_file_is_not_followed(
     assert "cannot be written" in caplog.text
 
 
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the path belong to another user than the engine's."""
+    if os.getuid() == trace_file.ROOT:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+
+def a_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.touch(mode=0o666)
+    give_away(path, monkeypatch)
+
+
+def a_second_name(path: Path, _: pytest.MonkeyPatch) -> None:
+    other = path.parent.parent / "other"
+    other.touch()
+    os.link(other, path)
+
+
+def a_pipe(path: Path, _: pytest.MonkeyPatch) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("plant", [a_file, a_second_name, a_pipe])
+def test_nothing_is_written_to_what_another_user_has_put_there(
+    plant: Callable[[Path, pytest.MonkeyPatch], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path / "trace"
+    folder.mkdir()
+    file = TraceFile(str(folder), "eng", 0)
+    file.write_record(record("deleted"))
+    until(lambda: path_of(folder).exists() and len(lines(folder)) == 2)
+    path_of(folder).unlink()
+    plant(path_of(folder), monkeypatch)
+    file.write_record(record())
+    file.close()
+    assert file.dropped == 1
+    assert path_of(folder).stat().st_size == 0
+    assert "cannot be written" in caplog.text
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "trace"
+    folder.mkdir(mode=0o777)
+    give_away(folder, monkeypatch)
+    with pytest.raises(ConfigError, match=f"'trace_dir': no directory {folder}: it belongs to another user"):
+        TraceFile(str(folder), "eng", 0)
+
+
+def test_a_folder_that_another_user_has_made_again_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "trace"
+    file = TraceFile(str(folder), "eng", 0)
+    until(lambda: path_of(folder).exists())
+    assert folder.stat().st_mode & 0o777 == 0o700
+    shutil.rmtree(folder)
+    folder.mkdir()
+    give_away(folder, monkeypatch)
+    file.write_record(record())
+    file.close()
+    assert (file.dropped, list(folder.iterdir())) == (1, [])
+    assert "it belongs to another user" in caplog.text
+
+
+def test_the_files_of_a_process_are_bounded_and_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_file, "MAX_FILE_BYTES", 8192)
+    file = TraceFile(str(tmp_path), "eng", 0)
+    for number in range(60):
+        file.write_record(record(f"p-{number}"))
+    file.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        path_of(tmp_path).with_suffix(".1.jsonl").name,
+        path_of(tmp_path).name,
+    ]
+    assert all(path.stat().st_size <= 8192 for path in tmp_path.iterdir())
+    (source,) = read_folders([tmp_path])
+    assert source.process is not None
+    read = [push.request_id for push in source.pushes]
+    assert read == [f"p-{number}" for number in range(60)][-len(read) :]
+    assert len(read) > 10
+
+
 @pytest.mark.parametrize("below", ["", "/sub"])
 def test_a_trace_dir_that_is_a_file_is_a_configuration_error(below: str, tmp_path: Path) -> None:
     path = tmp_path / "file"

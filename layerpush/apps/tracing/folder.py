@@ -35,6 +35,16 @@ class Source:
     dropped: int = 0
     unreadable: int = 0
 
+    def go_on(self, later: Source) -> None:
+        """Add the records of the same process' next file."""
+        self.path = later.path
+        self.pushes += later.pushes
+        for load in later.loads:
+            _take_load(self.loads, load)
+        self.first_tokens += later.first_tokens
+        self.dropped = later.dropped or self.dropped
+        self.unreadable += later.unreadable
+
     @property
     def clock(self) -> str:
         """The name of its clock; empty if the file does not name one."""
@@ -78,7 +88,11 @@ def read_folders(folders: Iterable[Path], *, outlines: bool = False) -> list[Sou
     sources: list[Source] = []
     for path in trace_files(folders):
         with path.open("rb") as file:
-            sources += read_lines(path, file, outlines)
+            for source in read_lines(path, file, outlines):
+                if sources and source.process is not None and source.process == sources[-1].process:
+                    sources[-1].go_on(source)  # the file before had the largest size
+                else:
+                    sources.append(source)
     if not any(source.pushes or source.loads for source in sources):
         where = ", ".join(map(str, folders))
         raise FolderError(
