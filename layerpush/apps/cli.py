@@ -18,6 +18,7 @@ from layerpush.apps.extras import require
 from layerpush.apps.files.command import files
 from layerpush.apps.proxy.command import proxy
 from layerpush.apps.proxy.settings import engine_url
+from layerpush.apps.terminal import echo
 from layerpush.apps.tracing.command import app as trace_app
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def metrics(
     try:
         serve(engine, host, port)
     except OSError as error:
-        typer.echo(f"layerpush metrics: {error}", err=True)
+        echo(f"layerpush metrics: {error}", err=True)
         raise typer.Exit(1) from None
 
 
@@ -161,9 +162,9 @@ def _print_finding(finding: Finding, out: TextIO) -> None:
     """Print one finding at once, because all checks take up to 20 s."""
     colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.verdict]
     mark = typer.style(f"{finding.verdict:4}", fg=colour, bold=True)
-    typer.echo(f"{mark}  {finding.check:18}{finding.found.replace(chr(10), _NEXT_LINE)}", file=out)
+    echo(f"  {finding.check:18}{finding.found.replace(chr(10), _NEXT_LINE)}", out, mark=mark)
     for advice in filter(None, finding.advice.split("\n")):
-        typer.echo(f"      {'':18}-> {advice}", file=out)
+        echo(f"      {'':18}-> {advice}", out)
 
 
 def _reflowed(documented: object) -> str:

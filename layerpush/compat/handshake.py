@@ -15,6 +15,18 @@ MAX_ANSWER_BYTES = 8 << 20
 """Of an engine's answers to one handshake or probe, all ranks together."""
 MAX_SETTING = 200
 """Characters of a peer's setting in a message."""
+SETTINGS = (
+    "vLLM",
+    "the model",
+    "dtype",
+    "the number of KV heads",
+    "the head size",
+    "the number of layers",
+    "the attention backend",
+    "the KV cache dtype",
+    "disable_hybrid_kv_cache_manager",
+)
+"""Names of the settings that must be the same on P and D."""
 
 
 @dataclass
@@ -61,20 +73,20 @@ def handshake_query(pp_rank: int, tp_rank: int) -> bytes:
 
 
 def settings_of(worker: NixlPushConnectorWorker) -> dict[str, str]:
-    """The settings of an engine that must be the same on P and D, by their names."""
+    """The ``SETTINGS`` of an engine, by their names."""
     model, cache = worker.vllm_config.model_config, worker.vllm_config.cache_config
-    found = {
-        "vLLM": vllm.__version__,
-        "the model": model.model,
-        "dtype": model.dtype,
-        "the number of KV heads": model.get_total_num_kv_heads(),
-        "the head size": model.get_head_size(),
-        "the number of layers": model.get_total_num_hidden_layers(),
-        "the attention backend": worker.backend_name,
-        "the KV cache dtype": cache.cache_dtype,
-        "disable_hybrid_kv_cache_manager": worker.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
-    }
-    return {name: str(value) for name, value in found.items()}
+    found = (
+        vllm.__version__,
+        model.model,
+        model.dtype,
+        model.get_total_num_kv_heads(),
+        model.get_head_size(),
+        model.get_total_num_hidden_layers(),
+        worker.backend_name,
+        cache.cache_dtype,
+        worker.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+    )
+    return {name: str(value) for name, value in zip(SETTINGS, found, strict=True)}
 
 
 def signed(payload: NixlHandshakePayload, settings: dict[str, str]) -> LayerpushHandshakePayload:

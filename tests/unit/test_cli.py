@@ -111,6 +111,15 @@ def test_doctor_prints_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[-1] == "1 ok, 1 to consider, 1 failed"
 
 
+def test_doctor_prints_nothing_that_a_terminal_would_obey(monkeypatch: pytest.MonkeyPatch) -> None:
+    hostile = Finding("peer", Grade.FAIL, "\x1b[2Jone\rok\ntwo\u202e", "do \x07that")
+    monkeypatch.setattr(doctor, "examine", lambda *_: iter([hostile]))
+    text = runner.invoke(app, ["doctor"]).stdout
+    assert "?[2Jone?ok\n" in text
+    assert "two?\n" in text
+    assert "-> do ?that\n" in text
+
+
 def test_doctor_json_is_the_only_output_on_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     def noisy(*_: object) -> list[Finding]:
         print("a library says hello")

@@ -283,11 +283,17 @@ def peer(port: int, **fields: object) -> Result:
 def test_a_peer_is_shown_with_its_settings() -> None:
     import vllm
 
-    settings = {"vLLM": vllm.__version__, "the model": "llama\x1b[2J"}
+    settings = {
+        "vLLM": vllm.__version__,
+        "the model": "llama\x1b[2J",
+        "\x1b[2J": "",
+        **{f"{n}": "" for n in range(999)},
+    }
     with engine(settings) as port:
         expect(peer(port), OK, f"engine 'prefill-0', layerpush\nvLLM: '{vllm.__version__}'\nthe model: 'llama\\x1b[2J'")
         expect(side_channel.check_peer("127.0.0.1", port, None), OK, "engine 'prefill-0'")
         expect(side_channel.check_peer("127.0.0.1", port, "{"), OK, "engine 'prefill-0'")
+        assert peer(port).found.count("\n") == 2, "names that nobody knows are not shown"
     with engine(None) as port:
         expect(peer(port), OK, "engine 'prefill-0', no layerpush")
 

@@ -74,6 +74,16 @@ def test_summary_is_for_people_or_programs(recorded: Path) -> None:
     assert {one["request"] for one in data["slowest"]} == {"d-p-1", "d-p-2"}
 
 
+def test_no_text_of_a_trace_reaches_the_terminal_as_it_is(tmp_path: Path) -> None:
+    hostile = "\x1b[2J\u202e"
+    write(tmp_path / "p.jsonl", process("P" + hostile, "x"), push(outcome="failed", reason=hostile, request_id=hostile))
+    write(tmp_path / "d.jsonl", process("D" + hostile, "x"), load(t_awaited=1.0, t_settled=2.0, request_id=hostile))
+    for arguments in (["summary"], ["summary", "--json"], ["merge", "--out", tmp_path / "o"], ["plot", "-r", hostile]):
+        result = run(arguments[0], tmp_path, *arguments[1:])
+        assert "\x1b" not in result.output
+        assert "\u202e" not in result.output
+
+
 @pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_plot_draws_the_requested_request(recorded: Path, tmp_path: Path, ending: str, begins: bytes) -> None:
     out = tmp_path / f"deep/down/one.{ending}"

@@ -42,7 +42,7 @@ def check_peer(host: str, port: int, transfer_config: str | None) -> Result:
     """The side channel of a running engine: whether one answers, its settings, and whether it pairs with this one."""
     import vllm
 
-    from layerpush.compat.handshake import MAX_SETTING, difference_of
+    from layerpush.compat.handshake import MAX_SETTING, SETTINGS, difference_of
     from layerpush.engine.worker.side_channel_probe import TIMEOUT_S, agent_of
 
     at = f"{host}:{port}"
@@ -59,7 +59,9 @@ def check_peer(host: str, port: int, transfer_config: str | None) -> Result:
     if agent is None:
         return fail(f"{at} has no rank 0", "wait until that engine has started")
     kind = "layerpush" if agent.layerpush else "no layerpush"
-    settings = "".join(f"\n{name}: {value[:MAX_SETTING]!r}" for name, value in agent.settings.items())
+    settings = "".join(
+        f"\n{name}: {agent.settings[name][:MAX_SETTING]!r}" for name in SETTINGS if name in agent.settings
+    )
     found = f"engine {agent.engine_id[:MAX_SETTING]!r}, {kind}{settings}"
     problems = [difference_of({"vLLM": vllm.__version__}, agent.settings)]
     try:

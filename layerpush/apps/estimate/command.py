@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from layerpush.apps.terminal import echo
+
 
 def estimate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A name, such as llama-3.1-8b, or a config.json.")],
@@ -83,8 +85,8 @@ def estimate(
         if plot is not None:
             draw_prompt(max(prompts, key=lambda prompt: prompt.tokens), plot)
     except (ModelError, PictureError, OSError) as error:
-        typer.echo(f"layerpush estimate: {error}", err=True)
+        echo(f"layerpush estimate: {error}", err=True)
         raise typer.Exit(2) from error
-    typer.echo(json.dumps(report.data(prompts, speed), indent=2) if as_json else report.text(prompts, speed))
+    echo(json.dumps(report.data(prompts, speed), indent=2) if as_json else report.text(prompts, speed))
     if plot is not None:
-        typer.echo(f"{plot}: exposed time by the speed of the link", err=True)
+        echo(f"{plot}: exposed time by the speed of the link", err=True)

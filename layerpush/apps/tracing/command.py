@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerpush.apps.terminal import echo
+
 if TYPE_CHECKING:
     from layerpush.apps.tracing.requests import TraceSet
 
@@ -64,7 +66,7 @@ def merge(
         with out.open("wb") as file:
             file.writelines(chrome_trace(traces))
     _print_notes(traces)
-    typer.echo(f"{out}: {len(traces.requests)} requests; open it in https://ui.perfetto.dev")
+    echo(f"{out}: {len(traces.requests)} requests; open it in https://ui.perfetto.dev")
 
 
 @app.command()
@@ -99,7 +101,7 @@ def plot(
         chosen = slowest(traces.requests, 1)[0].request if request is None else traces.find(request)
         draw_request(chosen, out)
     _print_notes(traces)
-    typer.echo(f"{out}: {chosen.name}")
+    echo(f"{out}: {chosen.name}")
 
 
 @app.command()
@@ -127,14 +129,14 @@ def summary(
 
     with _errors_in_one_line():
         traces = read_traces(folders, outlines=True)
-    typer.echo(json.dumps(summary_data(traces, top), indent=2) if as_json else summary_text(traces, top))
+    echo(json.dumps(summary_data(traces, top), indent=2) if as_json else summary_text(traces, top))
 
 
 def _print_notes(traces: TraceSet) -> None:
     from layerpush.apps.tracing.report import notes
 
     for note in notes(traces):
-        typer.echo(note, err=True)
+        echo(note, err=True)
 
 
 @contextmanager
@@ -147,5 +149,5 @@ def _errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (FolderError, RequestError, PictureError, OSError) as error:
-        typer.echo(f"layerpush trace: {error}", err=True)
+        echo(f"layerpush trace: {error}", err=True)
         raise typer.Exit(2) from error
