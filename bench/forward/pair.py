@@ -87,7 +87,7 @@ class WorkerStub:
         for route in link.routes:
             message = encode_completion(registration.request_id, 1)
             if sample is not None:
-                sums = sample.sums(route.remote_rank)
+                sums = sample.sums(route.remote_rank, sample.tokens)
                 message = encode(Completed(registration.request_id, 1, sample.tokens, sums))
             self._transport.notify(route.agent, message)
 

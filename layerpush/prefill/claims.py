@@ -419,9 +419,9 @@ class Claims:
         elif self._pairing.is_spare_answer(registration, self._prompts.begun_or_ended(keys)):
             self._refuse(claim, SPARE_ANSWER, now)
         elif registration.layerpush:
-            given = registration.prefill_request_id or ""
-            is_exact = self._pairing.base(given) != given
-            reason = self._prompts.get(given).failure if is_exact else None
+            name = registration.prefill_request_id or ""
+            is_exact = self._pairing.base(name) != name
+            reason = self._prompts.get(name).failure if is_exact else None
             reason = reason or self._prompts.take_failure(self._pairing.names(registration), now)
             if reason is not None:
                 self._refuse(claim, reason, now)
