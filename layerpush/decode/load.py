@@ -7,7 +7,7 @@ its end.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,7 @@ from layerpush.decode.load_protocol import Action, Event, State
 from layerpush.decode.load_session import LoadSession
 from layerpush.decode.outcomes import Outcome, Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
+from layerpush.telemetry.defects import logged
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.peers import Address, Rank
 
@@ -73,6 +74,8 @@ class Load:
         self._completions: list[bytes] = []
         self._prefixes: dict[str, PrefixLanded] = {}
         """The longest one with checksums of each agent, to compare if the load fails."""
+        self.unreported: Action | None = None
+        """The report of the load's end, until it is queued."""
         self._know_prefixes: set[str] = set()
         """Agents that have accepted the registration with its ``prefix_tokens``."""
 
@@ -157,8 +160,15 @@ class Load:
 
     def handle(self, event: Event, now: float) -> None:
         """Give an event to the session and perform its actions. Raises ``IllegalTransitionError``."""
-        for action in self.session.handle(event, now):
+        actions = self.session.handle(event, now)
+        for action in sorted(actions, key=_is_message):  # a report first: a message that cannot be sent comes again
             self._perform(action, now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed, or a report has failed."""
+        self.report(now)
+        if self.session.accepts(load_protocol.Tick):
+            self.handle(load_protocol.Tick(), now)
 
     def _connected(
         self,
@@ -169,31 +179,55 @@ class Load:
     ) -> None:
         if not self.session.is_unsent:
             return
+        try:
+            self._register_connected(on_registered, again, error, now)
+        except Exception as defect:  # the load fails; an agent that may have the registration is asked to stop
+            logger.exception("layerpush: a defect ends the registration of %s", self.session.request_id)
+            reason = f"{type(defect).__name__}: {defect}"
+            failure: list[Event] = [load_protocol.RegistrationFailed(reason)]
+            if self.ranks:
+                if self._record.t_registered is None:
+                    with logged("its watch", self.session.request_id):  # the agents may write, watched or not
+                        self._await_agents(now)
+                failure = [load_protocol.Registered(frozenset(self.ranks)), load_protocol.TimedOut(reason)]
+            if self.session.is_unsent:
+                on_registered(self, failure, now)
+
+    def _register_connected(
+        self,
+        on_registered: Callable[[Load, Sequence[Event], float], None],
+        again: bool,
+        error: str | None,
+        now: float,
+    ) -> None:
         engine_id, peers = self.address.engine_id, self._peers
         error = error or self._worker.mismatch(engine_id) or peers.silence(engine_id)
         if error is None:
             if not again:
                 peers.reconnected(engine_id)
-            agents = peers.connections.agents(engine_id)
+            self.ranks = dict(peers.connections.agents(engine_id))
             reached = peers.send_registration(engine_id, self._payload, now)
             if reached:
-                on_registered(self, self._registered(agents, reached, now), now)
+                on_registered(self, self._registered(reached, now), now)
                 return
+            self.ranks = {}
             if again and peers.drop(engine_id):
                 self.register(on_registered, now, again=False)
                 return
             error = f"the connection to prefill engine {engine_id!r} is lost"
         on_registered(self, [load_protocol.RegistrationFailed(error)], now)
 
-    def _registered(self, ranks: Mapping[str, Rank], reached: frozenset[str], now: float) -> list[Event]:
-        engine_id, connections = self.address.engine_id, self._peers.connections
-        self._record.t_registered = now
-        self.address = connections.address(engine_id) or self.address
-        self.ranks, agents = dict(ranks), frozenset(ranks)
-        self._peers.await_agents(engine_id, agents, now)
+    def _registered(self, reached: frozenset[str], now: float) -> list[Event]:
+        self._await_agents(now)
+        agents = frozenset(self.ranks)
+        self.address = self._peers.connections.address(self.address.engine_id) or self.address
         reason = "it was not reached by the registration"
         failures = [load_protocol.AgentFailed(agent, reason, drained=True) for agent in sorted(agents - reached)]
         return [load_protocol.Registered(agents), *failures]
+
+    def _await_agents(self, now: float) -> None:
+        self._peers.await_agents(self.address.engine_id, frozenset(self.ranks), now)
+        self._record.t_registered = now
 
     def _perform(self, action: Action, now: float) -> None:
         match action:
@@ -215,8 +249,15 @@ class Load:
                 )
                 for agent in agents:
                     self._peers.send(self.address.engine_id, agent, unregister, now)
+            case _:
+                self.unreported = action
+                self.report(now)
+                self._after_report(action)
+
+    def report(self, now: float) -> None:
+        """Report the load's end, unless it is reported. Before all else that may raise: nothing repeats it later."""
+        match self.unreported:
             case load_protocol.ReportUnregistered():
-                logger.info("layerpush: %s gives its blocks to other requests", self.session.request_id)
                 self._outcomes.report_ended(self._record, "unregistered", self.session.cause, now)
             case load_protocol.ReportLoaded(first_token):
                 asked = self.registration.sampling is not None
@@ -224,28 +265,36 @@ class Load:
                     self._record, "loaded", None, now, self._completions, first_token if asked else None
                 )
             case load_protocol.ReportFailed(reason):
-                self._decline_if_unregistered()
                 self._report_failure("failed", reason, now)
             case load_protocol.ReportAborted(reason):
-                self._decline_if_unregistered()
                 self._report_failure("aborted", reason, now)
             case load_protocol.Park(reason):
                 self._report_failure("parked", reason, now)
             case load_protocol.Clear():
-                logger.info("the parked blocks of %s are free again", self.session.request_id)
                 self._outcomes.report_cleared(self._record, now)
+        self.unreported = None
 
     def _report_failure(self, outcome: Outcome, reason: str, now: float) -> None:
-        """Before the report: afterwards the engine keeps what has landed, and may use it."""
+        """Compare what has landed before the report: afterwards the engine keeps it, and may use it."""
         kept, level = self.session.landed_tokens, logging.INFO if outcome == "aborted" else logging.WARNING
         found = (self._difference(agent, told.prompt_tokens, told.sums) for agent, told in self._prefixes.items())
         wrong = next((one for one in found if one is not None), None) if kept else None
         if wrong is not None:
             kept, reason = 0, f"{reason}; {wrong}"
+        self._outcomes.report_ended(self._record, outcome, reason, now, kept=kept)
+        self.unreported = None
         landed = f"; the KV of its first {kept} tokens has landed" if kept else ""
         parked = "; its blocks are parked until that engine answers or ends" if outcome == "parked" else ""
         self._log(logging.ERROR if wrong or self.session.is_void else level, f"{reason}{landed}{parked}")
-        self._outcomes.report_ended(self._record, outcome, reason, now, kept=kept)
+
+    def _after_report(self, action: Action) -> None:
+        match action:
+            case load_protocol.ReportUnregistered():
+                logger.info("layerpush: %s gives its blocks to other requests", self.session.request_id)
+            case load_protocol.ReportFailed() | load_protocol.ReportAborted():
+                self._decline_if_unregistered()
+            case load_protocol.Clear():
+                logger.info("the parked blocks of %s are free again", self.session.request_id)
 
     def _decline_if_unregistered(self) -> None:
         """P's blocks need not wait for a registration that will not come. A silent P would not hear of it."""
@@ -263,3 +312,7 @@ class Load:
     def _log(self, level: int, reason: str) -> None:
         engine_id = self.address.engine_id
         logger.log(level, "KV load of %s from %s failed: %s", self.session.request_id, engine_id, reason)
+
+
+def _is_message(action: Action) -> bool:
+    return isinstance(action, load_protocol.SendCancel | load_protocol.SendUnregister)

@@ -44,7 +44,7 @@ from layerpush.decode.checks import Checks
 from layerpush.decode.deadlines import Deadlines
 from layerpush.decode.early_messages import EarlyMessage, EarlyMessages, LoadMessage
 from layerpush.decode.load import Load
-from layerpush.decode.load_protocol import Aborted, Event, GaveWay, State, Tick, TimedOut
+from layerpush.decode.load_protocol import Aborted, Event, GaveWay, State, TimedOut
 from layerpush.decode.load_session import LoadSession
 from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
@@ -122,7 +122,7 @@ class Loads:
         load = self._open[request_id] = Load(
             registration, payload, address, session, record, self._worker, self.peers, self._outcomes, self._checks
         )
-        load.register(self._on_registered, now)
+        self._act(load, partial(load.register, self._on_registered, now), now)
 
     def refuse(self, request_id: str, reason: str, now: float) -> None:
         """The request cannot be registered."""
@@ -185,8 +185,8 @@ class Loads:
 
     def tick(self, now: float) -> None:
         """Give sessions the time, ask prefill engines for signs of life, and deliver outcomes."""
-        for request_id in self._deadlines.due(now):
-            self._handle(request_id, Tick(), now)
+        for load in [self._open[request_id] for request_id in self._deadlines.due(now)]:
+            self._act(load, partial(load.tick, now), now)
         for agent, event in self.peers.tick(self._open, now):
             for request_id, load in list(self._open.items()):
                 if agent in load.session.agents:
@@ -221,14 +221,19 @@ class Loads:
             logger.exception("layerpush: a defect ends the load of %s", load.session.request_id)
             if load.session.accepts(TimedOut):
                 load.handle(TimedOut(f"{type(error).__name__}: {error}"), now)
+            load.report(now)
         finally:
             self._changed(load, now)
 
     def _changed(self, load: Load, now: float) -> None:
-        """Note when the load is due next, and remove it if it is closed."""
-        self._deadlines.set(load.session.request_id, load.session.next_due(now))
-        if load.session.state is State.CLOSED:
-            del self._open[load.session.request_id]
+        """Note when the load is due next, and remove it if it is closed and its end is reported."""
+        request_id = load.session.request_id
+        if self._open.get(request_id) is not load:
+            return
+        due = load.session.next_due(now) if load.unreported is None else now + OUTCOME_POLL_S
+        self._deadlines.set(request_id, due)
+        if load.session.state is State.CLOSED and load.unreported is None:
+            del self._open[request_id]
             self.peers.release_agents(load.address.engine_id, load.session.agents)
 
     def _record(self, request_id: str, now: float) -> LoadRecord:

@@ -19,6 +19,7 @@ from layerpush.core.load_news import (
     LoadToken,
     LoadUnregistered,
 )
+from layerpush.telemetry.defects import logged
 from layerpush.telemetry.metrics.catalog import LOAD, LOADS
 from layerpush.telemetry.metrics.recorder import Ended, Recorder
 from layerpush.telemetry.trace_file import TraceFile
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
 Outcome = Literal["loaded", "unregistered", "failed", "parked", "aborted", "refused"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Report:
+    """``news`` goes to the scheduler before the outcome, each once."""
+
     record: LoadRecord
+    news: deque[LoadNews]
     completions: Sequence[bytes] = ()
     first_token: int | Missing | None = None
     clears: bool = False
@@ -41,6 +45,8 @@ class _Report:
 class Outcomes:
     """Reports an outcome to vLLM's ``worker`` when the engine's main thread knows the request. ``report`` takes the
     scheduler's news, in which this rank of the engine is ``rank``. It gets the news of an outcome first.
+
+    An outcome is queued before anything else is done for it, and stays queued until it is delivered, whatever raises.
     """
 
     def __init__(
@@ -76,56 +82,65 @@ class Outcomes:
         ``first_token``: P's token or the reason that there is none; None if the load did not ask for it. ``kept``: the
         prompt's first tokens whose KV has landed, of one that is not ``loaded``.
         """
-        times = {LOAD.key: now - record.t_awaited} if outcome == "loaded" and record.t_awaited is not None else {}
-        self._recorder.record_ended(Ended(record.request_id, LOADS.key, outcome, times=times))
+        request_id, news = record.request_id, deque[LoadNews]()
+        if outcome != "loaded":
+            news.append(LoadKept(request_id, kept))
+        if outcome == "unregistered":
+            news.append(LoadUnregistered(request_id, self._rank))
+        if outcome == "parked":
+            news.append(LoadParked(request_id, self._rank))
+        self._reports.append(_Report(record, news, completions, first_token))
         settled = {"loaded": "completed", "aborted": "cancelled", "unregistered": "cancelled"}.get(outcome, "failed")
         record.settle(settled, reason, now)
-        if outcome != "loaded":
-            record.kept_tokens = kept
-            self.report(LoadKept(record.request_id, kept))
-        if outcome == "unregistered":
-            self.report(LoadUnregistered(record.request_id, self._rank))
+        record.kept_tokens = kept
         if outcome == "parked":
             record.t_parked = now
-            self.report(LoadParked(record.request_id, self._rank))
-        self._reports.append(_Report(record, completions, first_token))
+        times = {LOAD.key: now - record.t_awaited} if outcome == "loaded" and record.t_awaited is not None else {}
+        with logged("its count", request_id):
+            self._recorder.record_ended(Ended(request_id, LOADS.key, outcome, times=times))
 
     def report_cleared(self, record: LoadRecord, now: float) -> None:
         """The blocks of a parked load are free again."""
+        self._reports.append(_Report(record, deque([LoadCleared(record.request_id, self._rank)]), clears=True))
         record.t_cleared = now
         if record.t_reported is not None:
-            self._keep(replace(record))
-        self._reports.append(_Report(record, clears=True))
+            self._keep(record)
 
     def tick(self, now: float) -> None:
         """Report the outcomes that the engine can take by now."""
         for _ in range(len(self._reports)):
-            report = self._reports.popleft()
-            if not self._deliver(report, now):
-                self._reports.append(report)
+            if self._deliver(self._reports[0], now):
+                self._reports.popleft()
+            else:
+                self._reports.rotate(-1)
 
     def _deliver(self, report: _Report, now: float) -> bool:
         request_id, record = report.record.request_id, report.record
+        while report.news:
+            self.report(report.news[0])
+            report.news.popleft()
         if report.clears:
-            self.report(LoadCleared(request_id, self._rank))
             return True
         if not self._worker.knows(request_id):  # its step is not over; every request that was registered will be known
             return False
-        record.t_reported = now
-        self._keep(replace(record))  # first: the engine's report of the load includes its time
+        if record.t_reported is None:
+            record.t_reported = now
+            self._keep(record)  # first: the engine's report of the load includes its time
         if report.completions:
             if report.first_token is not None:
                 self.report(LoadToken(request_id, report.first_token))
+                report.first_token = None
             self._worker.loaded(report.completions)
         else:
             self._worker.failed(request_id)
         return True
 
     def _keep(self, record: LoadRecord) -> None:
-        """Trace a load that is reported now; once more when its parked blocks are free."""
-        if record.outcome == "completed" and record.t_settled is not None:
-            self.report(LoadCompleted(record.request_id, record.t_settled, self._clock))
-        record.rank = self._worker.tp_rank
-        if record.prefill_engine_id is not None:
-            record.clock_offset = self._worker.clock_offset(record.prefill_engine_id)
-        self._trace.write_record(record)
+        """Trace a load that is reported now; once more when its parked blocks are free. Raises nothing."""
+        with logged("its trace", record.request_id):
+            kept = replace(record, rank=self._worker.tp_rank)
+            if kept.outcome == "completed" and kept.t_settled is not None:
+                self.report(LoadCompleted(kept.request_id, kept.t_settled, self._clock))
+            if kept.prefill_engine_id is not None:
+                kept.clock_offset = self._worker.clock_offset(kept.prefill_engine_id)
+            self._trace.write_record(kept)

@@ -11,6 +11,7 @@ from layerpush.core import liveness
 from layerpush.core.liveness import PeerWatch, Verdict
 from layerpush.core.wire import Decline, PeerMessage, Ping, WireError, encode, encode_heartbeat, encode_quietly
 from layerpush.decode import load_protocol
+from layerpush.telemetry.defects import logged
 from layerpush.telemetry.metrics.catalog import LOST_PEERS
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.transport.connections import Connections, Probe
@@ -156,23 +157,28 @@ class PrefillPeers:
         """
         for action in self._watch.due(now):
             match action:
-                case liveness.SendPing(engine_id, agent, speaks_layerpush):
-                    self._pings += 1
-                    ping = (
-                        encode(Ping(self._worker.engine_id, self._pings)) if speaks_layerpush else encode_heartbeat(())
-                    )
-                    self._send(engine_id, agent, ping, now)
-                case liveness.StartProbe(engine_id, agent):
-                    self._start_probe(engine_id, agent, loads)
                 case liveness.ReportSilent(agent, reason):
                     self._recorder.count(LOST_PEERS, "silent")
                     yield agent, load_protocol.AgentSilent(agent, reason)
                 case liveness.ReportGone(engine_id, agent, reason):
                     self._recorder.count(LOST_PEERS, "gone")
                     yield agent, load_protocol.AgentGone(agent, reason)
-                    self._forget_dead_engine(engine_id, agent, loads)
-                case liveness.Reconnect(engine_id, agent):
-                    self._reconnect(engine_id, agent, loads, now)
+                    with logged("the end of its connection", agent):
+                        self._forget_dead_engine(engine_id, agent, loads)
+                case _:
+                    with logged(type(action).__name__, "none"):  # it comes again; the other actions do not
+                        self._perform(action, loads, now)
+
+    def _perform(self, action: liveness.PeerAction, loads: Mapping[str, Awaited], now: float) -> None:
+        match action:
+            case liveness.SendPing(engine_id, agent, speaks_layerpush):
+                self._pings += 1
+                ping = encode(Ping(self._worker.engine_id, self._pings)) if speaks_layerpush else encode_heartbeat(())
+                self._send(engine_id, agent, ping, now)
+            case liveness.StartProbe(engine_id, agent):
+                self._start_probe(engine_id, agent, loads)
+            case liveness.Reconnect(engine_id, agent):
+                self._reconnect(engine_id, agent, loads, now)
 
     def next_due(self, now: float) -> float | None:
         """When ``tick`` will have something to do, unless an event comes first."""

@@ -25,8 +25,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Protocol
@@ -64,6 +63,7 @@ from layerpush.prefill.push_protocol import (
 )
 from layerpush.prefill.push_session import PushSession
 from layerpush.prefill.samples import Sample, Sampler
+from layerpush.telemetry.defects import logged
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import ChunkRecord, PushRecord, WriteSums
@@ -127,15 +127,6 @@ class PushServices:
     is_revoked: Callable[[Push], bool]
     changed: Callable[[Push], None]
     closed: Callable[[Push], None]
-
-
-@contextmanager
-def logged(what: str, request_id: str) -> Iterator[None]:
-    """An error is logged and goes no further: it must not end another push, nor this one once more."""
-    try:
-        yield
-    except Exception:  # the push goes on to its end
-        logger.exception("layerpush: %s failed (request %s)", what, request_id)
 
 
 class Push:
@@ -586,6 +577,10 @@ class Push:
 
     def _account(self) -> None:
         """Count a push that has ended, once. Comes before the report to the engine, which may then stop stepping."""
+        with logged("its account", self.request_id):
+            self._count()
+
+    def _count(self) -> None:
         record = self.record
         if record.outcome != "pending":
             return

@@ -14,8 +14,8 @@ While a step is being computed, ``LayerInterval`` tells when the writer polls fo
 one ends a sleep (``polls_layers``). A revocation ends any sleep. So do a step's last layer and its end, unless an
 earlier event waits for its fence: the writer polls fences.
 
-Every method runs on the writer thread, but for ``writes_in_flight``, ``engines_in_use``, ``computed``, ``waiting`` and
-``active``: any thread may call those. A push that is over may stay in the table for a moment.
+Every method runs on the writer thread, but for ``writes_in_flight``, ``engines_in_use``, ``computed``, ``is_computed``,
+``waiting`` and ``active``: any thread may call those. A push that is over may stay in the table for a moment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
 from layerpush.prefill.layer_interval import FENCE_POLL_S, LONGEST_S, LayerInterval
 from layerpush.prefill.links import Links
-from layerpush.prefill.push import Identity, Push, PushServices, Registry, logged
+from layerpush.prefill.push import Identity, Push, PushServices, Registry
 from layerpush.prefill.push_protocol import (
     Aborted,
     CancelledByD,
@@ -55,6 +55,7 @@ from layerpush.prefill.step_events import (
 )
 from layerpush.prefill.step_schedule import StepSchedule
 from layerpush.prefill.unhooked_layers import UnhookedLayers
+from layerpush.telemetry.defects import logged
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord
@@ -264,8 +265,9 @@ class Pushes:
     def _closed(self, push: Push) -> None:
         if self._pushes.get(push.request_id) is push:
             self._pushes.remove(push)
-            self._trace.write_record(push.record)
             self._report_ended(push.request_id, push.session.failure)
+            with logged("its trace", push.request_id):
+                self._trace.write_record(push.record)
 
     def _report_ended(self, request_id: str, failure: str | None) -> None:
         with logged("an ending", request_id):
@@ -444,8 +446,12 @@ class Pushes:
 
     def computed(self) -> list[str]:
         """Requests whose prefill has ended and that no decode engine has registered. Any thread."""
-        unclaimed = list(self._pushes.unclaimed.values())
-        return [push.request_id for push in unclaimed if push.state is State.WHOLE and not push.is_turn]
+        return [request_id for request_id in list(self._pushes.unclaimed) if self.is_computed(request_id)]
+
+    def is_computed(self, request_id: str) -> bool:
+        """Whether this is a request of ``computed``. Any thread."""
+        push = self._pushes.unclaimed.get(request_id)
+        return push is not None and push.state is State.WHOLE and not push.is_turn
 
     @property
     def has_registered_prompts(self) -> bool:

@@ -314,9 +314,8 @@ class Connections:
             if not any(map(self.needs, retired.agents)) and not self._network.has_writes_to(retired.engine_id):
                 self._retired.remove(retired)
                 retired.release()
-        due = [retry for retry in self._retries if retry.due <= now]
-        self._retries = [retry for retry in self._retries if retry.due > now]
-        for retry in due:
+        for retry in [each for each in self._retries if each.due <= now]:
+            self._retries.remove(retry)  # one by one: a defect in one attempt must not cost the others
             retry.attempt()
 
     # One name, two addresses.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -666,6 +668,100 @@ def test_a_load_that_gives_way_while_it_connects_asks_once_it_has_registered(beg
     assert world.is_over()
 
 
+class Injected(Exception):
+    """A defect, or memory that is short."""
+
+
+class RaisesOnce:
+    """Counts the calls that a load and its outcome make. One of them raises, before it does anything."""
+
+    def __init__(self, world: World, number: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self._number = number
+        loads = world.loads
+        parts: list[tuple[object, tuple[str, ...]]] = [
+            (loads._outcomes, ("report_ended", "report_cleared", "report")),
+            (loads.peers, ("send", "send_registration", "decline", "await_agents", "reconnected")),
+            (world.recorder, ("record_ended",)),
+            (world.engine, ("loaded", "failed", "knows", "clock_offset", "write_record", "mismatch")),
+            (logging.getLogger("vllm.layerpush.decode.load"), ("log", "info")),
+        ]
+        for part, names in parts:
+            for name in names:
+                monkeypatch.setattr(part, name, partial(self._call, name, getattr(part, name)))
+
+    def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(name)
+        if len(self.calls) - 1 == self._number:
+            raise Injected(name)
+        return call(*args, **kwargs)
+
+
+def times_out(world: World) -> None:
+    world.loads.time_out("r", "no push", world.now)
+
+
+COURSES: dict[str, list[Callable[[World], object]]] = {
+    "loaded": [World.awaits, lambda world: world.receives(Completion("r", 1))],
+    "failed": [World.awaits, lambda world: world.receives(Fail("r", 0, "it ended", True))],
+    "aborted": [
+        World.awaits,
+        lambda world: world.loads.abort("r", "aborted", world.now),
+        lambda world: world.receives(Cancelled("r")),
+    ],
+    "unregistered": [
+        World.awaits,
+        lambda world: world.loads.unregister("r", world.now),
+        lambda world: world.receives(Unregistered("r", 0)),
+    ],
+    "parked": [
+        World.awaits,
+        times_out,
+        lambda world: world.tick(PATIENCE_S),
+        lambda world: world.receives(Cancelled("r")),
+    ],
+    "unreachable": [lambda world: world.network.listening.clear(), World.awaits, times_out],
+    "refused": [
+        lambda world: world.engine.known.add("r"),
+        lambda world: world.loads.refuse("r", "it is of no use", world.now),
+    ],
+}
+
+
+@pytest.mark.parametrize("end", COURSES)
+def test_an_outcome_survives_whatever_raises_on_its_way(end: str) -> None:
+    """Each call on the way raises once. The request ends all the same, and its blocks come back."""
+
+    def run(number: int | None) -> tuple[World, RaisesOnce]:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            world = World()
+            raises = RaisesOnce(world, number, monkeypatch)
+            for move in COURSES[end]:
+                with suppress(Injected):
+                    move(world)
+                for _ in range(3):
+                    with suppress(Injected):
+                        world.tick()
+            if len(world.loads):  # the registration failed: P is asked to stop
+                world.tick(RETRY_S)
+                world.receives(Cancelled("r"))
+        return world, raises
+
+    sound, raises = run(None)
+    wanted = [what for what in sound.reports if what in ("loaded", "failed")]
+    for number, call in enumerate(raises.calls):
+        if (end, call) == ("refused", "report_ended"):
+            continue  # there is no load that could try again; the call needs memory for its report, nothing else
+        world, _ = run(number)
+        assert len(world.loads) + len(world.loads._outcomes) == 0, (number, call)
+        ends = [what for what in world.reports if what in ("loaded", "failed")]
+        assert ends == wanted or (ends == ["failed"] and call in REGISTERS), (number, call, world.reports)
+        assert world.reports.count("parked") == world.reports.count("cleared")
+
+
+REGISTERS = ("mismatch", "send_registration", "await_agents")
+
+
 def test_an_abort_sends_cancels_and_waits_for_the_prefill_ranks() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
@@ -1302,6 +1398,7 @@ def test_a_rank_that_has_all_of_the_kv_says_nothing_of_a_prefix() -> None:
     world.receives(Completion("whole", 1))
     assert world.engine.reports == [("loaded", "whole")]
     world.loads.refuse("refused", "it is of no use", world.now)
+    world.tick()
     assert world.engine.kept == [("refused", 0)]
 
 

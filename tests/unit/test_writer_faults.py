@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import Literal
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 from unittest.mock import Mock
 
 import msgspec
@@ -62,6 +64,47 @@ def test_a_lost_write_ends_the_push_without_a_completion(faults: Faults, ranks: 
     assert [record.outcome for record in world.trace.records] == ["failed"]
     assert world.trace.records[0].reason
     assert world.totals.outcomes == {"failed": 1}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["completed", "failed"])
+def test_the_end_of_a_push_survives_whatever_raises_on_its_way(fails: bool) -> None:
+    """Each call on the way raises once. D hears of the end, P's blocks come back, and no table keeps the push."""
+
+    def run(number: int | None) -> tuple[ScriptedWorld, list[str]]:
+        world, prompt, _ = registered(Faults(fail_posts={4}) if fails else None)
+        services, calls = world.writer._services, list[str]()
+
+        def noted(name: str, call: Callable[..., Any], *args: Any) -> Any:
+            calls.append(name)
+            if len(calls) - 1 == number:
+                raise MemoryError(name)
+            return call(*args)
+
+        parts: list[tuple[object, tuple[str, ...]]] = [
+            (services.meter, ("closed", "landed", "lost")),
+            (services.trace, ("write_record",)),
+            (services.links, ("complete",)),
+            (services.links.worker.transfer_stats, ("pushed", "failed")),
+            (world.rank, ("push_ended",)),
+        ]
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            for part, names in parts:
+                for name in names:
+                    monkeypatch.setattr(part, name, partial(noted, name, getattr(part, name)))
+            for _ in range(3):
+                world.step((prompt, 9))
+            world.settle()
+            world.finish(prompt)
+            world.settle()
+        return world, calls
+
+    for number, call in enumerate(run(None)[1]):
+        world, _ = run(number)
+        completions = sum(map(len, world.d.received()))
+        assert completions + sum(drained for _, drained, _ in world.reported_failures()) == 1, (number, call)
+        assert world.rank.released == ["p-1"], (number, call)
+        assert len(world.writer) == 0, (number, call)
+        assert len(world.rank.endings.get("p-1", ())) == (call != "push_ended"), (number, call)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["by layer", "whole"])

@@ -51,7 +51,7 @@ from layerpush.core.config import LayerPushConfig
 from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.core.liveness import PeerWatch, Verdict
 from layerpush.core.request_names import Arrived
-from layerpush.core.wire import Registration, WireError
+from layerpush.core.wire import Registration
 from layerpush.decode.checks import Checks
 from layerpush.decode.loads import Loads
 from layerpush.decode.outcomes import Outcomes
@@ -399,7 +399,7 @@ class LayerwisePushWorker(VllmPushWorker):
             if self._verifies is not None:
                 extra["verifies"] = self._verifies
             self.loads.register(registration, address, extra, now)
-        except (msgspec.ValidationError, WireError, LookupError) as error:
+        except Exception as error:  # noqa: BLE001  whatever it is: no load would report the request's end
             self.loads.refuse(request_id, f"it cannot be registered: {error}", now)
 
     def _withdrawn(self, request_id: str) -> None:
