@@ -211,7 +211,7 @@ class Claims:
         """Whether heartbeats must not prolong a request's lease: no decode engine has registered it, and a registered
         prompt waits for blocks. Any thread.
         """
-        return self._prompt_waits and request_id in self._pushes.computed()
+        return self._prompt_waits and self._pushes.is_computed(request_id)
 
     # From the writer.
 

@@ -141,8 +141,9 @@ class StepEvents:
         self._fences = fences
         self._queue: deque[tuple[StepEvent, float, Fence | None]] = deque()
         self._armed = self._running = False
-        self._step = 0
+        self._step = self._taken = 0
         self._void: dict[str, int] = {}
+        """The first step that is not void, of requests whose earlier steps are."""
         self._revoked: deque[Revoked] = deque()
         self._finished: deque[RequestFinished] = deque()
         self._first_step: dict[str, int] = {}
@@ -231,10 +232,20 @@ class StepEvents:
         return [done for done in taken if done.computed <= swept]
 
     def forget_void(self) -> None:
-        """Forget void steps if every step and every revocation has been taken. Writer thread."""
+        """Forget the void steps that nobody asks about any more: everything that waits in the queue belongs to the last
+        step that was taken, or to a later one. Writer thread.
+        """
+        if not self._void:
+            return
         with self._void_lock:
-            if not self._queue and not self._revoked and not self._finished:
-                self._void.clear()
+            if self._revoked:
+                return
+            finished = {done.request_id for done in list(self._finished)}
+            if self._queue or finished:
+                kept = {each: void for each, void in self._void.items() if void > self._taken or each in finished}
+            else:
+                kept = {}
+            self._void = kept
 
     def layer_saved(self, name: str) -> None:
         """A layer's attention has written its KV (in stream order), or that of a microbatch: the last one makes the
@@ -296,6 +307,8 @@ class StepEvents:
                 fence.recycle()
                 at = max(at, now)
             self._queue.popleft()
+            if isinstance(event, StepStarted):
+                self._taken = event.step
             yield event, at
 
     @property

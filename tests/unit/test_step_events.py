@@ -140,6 +140,39 @@ def test_a_revocation_voids_only_earlier_steps() -> None:
     assert not source.is_void("p-1", first)
 
 
+def test_void_steps_are_forgotten_while_later_ones_wait() -> None:
+    """On a busy prefill engine the next step is armed before the fence of the last one has passed."""
+    device = SlowDevice()
+    source = StepEvents(NAMES, Wakes(), device)
+    for step in range(1, 100):
+        source.arm(PLAN, [f"ended-{step}"])
+        source.sweep()
+        for fence in device.fences[:-1]:
+            fence.open = True
+        source.expire(f"late-{step}")
+        list(source.take_revoked())
+        taken(source)
+        source.forget_void()
+        assert source.pending
+        assert source.is_void(f"late-{step}", step), "the device still computes it"
+    assert len(source._void) == 1
+
+
+def test_void_steps_of_a_request_that_has_finished_are_kept_until_it_is_taken() -> None:
+    source = StepEvents(NAMES, Wakes(), None)
+    source.arm(PLAN)
+    source.finish("p-1", ([1, 2],))
+    source.expire("p-1")
+    source.arm(PLAN)
+    list(source.take_revoked())
+    taken(source)
+    source.forget_void()
+    (done,) = source.take_finished(swept=2)
+    assert source.is_void("p-1", done.step)
+    source.forget_void()
+    assert not source.is_void("p-1", done.step)
+
+
 def test_a_revocation_names_the_first_step_since_the_previous_revocation() -> None:
     source = StepEvents(NAMES, Wakes(), None)
     for _ in range(2):
