@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from layerpush.compat.early_answer import MARK
 from layerpush.compat.metadata import ABORTED, LayerwiseMetadata, LoadCancelled, LoadPostponed
-from layerpush.compat.worker_report import AbortsPending, PushWithdrawn, TurnEnded, WorkerReport
+from layerpush.compat.worker_report import PushWithdrawn, TurnEnded, WorkerReport
 from layerpush.core.load_news import (
     LoadCleared,
     LoadCompleted,
@@ -115,12 +116,12 @@ class Rank:
     def act(self) -> None:
         """What may happen on the rank between two calls of vLLM."""
         for load in list(self.loads.values()):
-            if load.cancelled or load.postponed or self._chance(0.1):
+            if load.cancelled or load.postponed or self._world.is_parked(load.request_id) or self._chance(0.1):
                 if self._chance(0.4):
                     self._end(load)
             elif "attempt" in load.message and self._chance(0.3):  # it is D's
                 self._news.append(LoadQueued(load.request_id, self._world.held_by_p()))
-        for load in [each for each in self.parked if self._chance(0.15)]:
+        for load in [each for each in self.parked if self._chance(0.08)]:
             self.parked.remove(load)
             self._news.append(LoadCleared(load.request_id, self.number))
         for request_id in [each for each, (_, over) in self.turns.items() if self._chance(0.5 if over else 0.02)]:
@@ -128,8 +129,6 @@ class Rank:
         for request_id in [each for each in self.pushes if self._chance(0.3)]:
             del self.pushes[request_id]
             self._sent.add(request_id)
-        if self._chance(0.02):
-            self._news.append(AbortsPending())
         if self._world.early and self._chance(0.1):
             self._news.append(PushWithdrawn(self._draw.choice(self._world.early)))
 
@@ -155,7 +154,8 @@ class Rank:
 
     def _end(self, load: RankLoad) -> None:
         del self.loads[load.request_id]
-        how = ["loaded"] * 3 + ["failed"] + ["parked"] * (load.cancelled != ABORTED)
+        parked = 9 if self._world.is_parked(load.request_id) else 1
+        how = ["loaded"] * 3 + ["failed"] + ["parked"] * parked * (load.cancelled != ABORTED)
         outcome = self._draw.choice(["unregistered"] * 9 * load.postponed + how)
         self._world.seen[outcome] += 1
         self._ended[load.request_id] = outcome != "loaded"
@@ -224,15 +224,19 @@ class SchedulerWorld:
         held = self.draw.sample(list(self._names), min(2, len(self._names)))
         return frozenset().union(*(self._names[each] for each in held))
 
+    def is_parked(self, request_id: str) -> bool:
+        """On a rank. P is silent: the other rank is likely to park its load, as well."""
+        return any(load.request_id == request_id for rank in self.ranks for load in rank.parked)
+
     def run(self) -> None:
         for number in range(ARRIVAL_STEPS):
             self._disturb(f"r{number}")
             self._step()
         for _ in range(LAST_STEPS):
             if not self._batches and not self.scheduler.has_requests():
-                break
+                return self._check_end()
             self._step()
-        self._check_end()
+        raise AssertionError(f"after {LAST_STEPS} steps: {leftovers(self.ours)}")
 
     # Clients.
 
@@ -240,7 +244,7 @@ class SchedulerWorld:
         if self._chance(ARRIVALS):
             self._arrive(request_id)
         if self._chance(0.08):
-            self._abort()
+            self._abort(list(self.scheduler.requests))
         if self._chance(0.03):
             self.seen["reset"] += 1
             with suppress(RuntimeError):  # a load has blocks; the requests that ran are preempted
@@ -281,9 +285,9 @@ class SchedulerWorld:
             return [*self.draw.choice(self._turns)[1], *range(first, first + 40)]
         return [*range(first, first + own), *range(first + 500, first + 500 + tokens - own)]
 
-    def _abort(self) -> None:
-        if self.scheduler.requests:
-            request_id = self.draw.choice(list(self.scheduler.requests))
+    def _abort(self, among: Sequence[str]) -> None:
+        if among:
+            request_id = self.draw.choice(among)
             for each in self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED):
                 self.seen["aborted"] += 1
                 self._reasons[each.request_id] = "abort"
@@ -312,15 +316,19 @@ class SchedulerWorld:
             (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
             batch.written.update(table[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)])
         self.seen["preempted"] += len(batch.output.preempted_req_ids or ())
+        blocks = self.scheduler.kv_cache_manager.block_pool.blocks
         for rank in self.ranks:
             rank.check_unused(batch.written, "a step is scheduled")
+            free = {block for block in rank.in_use if not blocks[block].ref_cnt}
+            assert not free, f"rank {rank.number}: the blocks {free} are free, and another engine uses them"
         return batch
 
     def _process(self, batch: Batch) -> None:
         """The ranks run the step, and the scheduler gets its results."""
         results = [self._run(rank, batch) for rank in self.ranks]
-        while self._chance(0.1):
-            self._abort()
+        if self._chance(0.2):
+            reports = [result.kv_connector_output.kv_connector_worker_meta for result in results]
+            self._abort([news.request_id for report in reports if report for news in report.news])
         self._computed |= batch.computed
         outputs = self.scheduler.update_from_output(batch.output, self._joined.aggregate(results))
         for output in [one for each in outputs.values() for one in each.outputs]:
@@ -355,7 +363,7 @@ class SchedulerWorld:
     # The end.
 
     def _check_end(self) -> None:
-        assert self._reasons.keys() == self.requests.keys(), "requests wait without end"
+        assert self._reasons.keys() == self.requests.keys()
         assert all(rank.is_idle for rank in self.ranks), "the engine has stopped before its ranks' last reports"
         for request_id, reason in self._reasons.items():
             if reason == "length":

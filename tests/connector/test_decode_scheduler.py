@@ -19,7 +19,14 @@ import torch
 from layerpush.compat.metadata import ABORTED, LoadCancelled, LoadPostponed, PushDeclined
 from layerpush.compat.push_scheduler import VllmPushScheduler
 from layerpush.compat.worker_report import TurnEnded, WorkerReport
-from layerpush.core.load_news import LoadCleared, LoadKept, LoadParked, LoadToken, LoadUnregistered
+from layerpush.core.load_news import (
+    LoadCleared,
+    LoadKept,
+    LoadParked,
+    LoadQueued,
+    LoadToken,
+    LoadUnregistered,
+)
 from layerpush.core.prefill_identity import TO_PREFILL, PrefillIdentity
 from layerpush.core.prefixes import Prefixes
 from layerpush.core.request_names import Arrived
@@ -338,6 +345,31 @@ def test_failed_loads_reserve_no_blocks_that_they_do_not_hold(decode: Build) -> 
     d.step("urgent")
     d.finish()
     assert set(d.reasons) == {"r0", "r1", "urgent"}
+
+
+def test_a_load_gives_its_blocks_to_a_request_whose_prompt_p_holds(decode: Build, policy: str) -> None:
+    """Its own request waits for that one, whatever the policy is, and is registered again."""
+    d = decode(policy=policy)
+    ours, counted = d.scheduler.connector.connector_scheduler, []
+    ours.first_tokens._count = counted.append
+    d.decode("r", 480)
+    d.decode("busy", 480)
+    d.step()
+    d.decode("o", 481)  # 9 blocks are free
+    d.step(report=WorkerReport([LoadQueued("r", frozenset(ours.prompt_names(d.requests["o"])))]))
+    d.step()
+    assert d.news(LoadPostponed) == [LoadPostponed("r")]
+    d.step(report=WorkerReport([LoadKept("r", 0), LoadUnregistered("r", 0)]), failed=("r",))
+    d.step("busy")
+    assert list(d.metadata.push_registrations) == ["o"]
+    assert counted == ["failed_load"], "the load of busy had no token; that of r is not over"
+    d.run("busy")
+    d.step()
+    registration = d.metadata.push_registrations["r"]
+    assert registration["attempt"] == 1
+    d.step("o", "r")
+    d.finish()
+    assert d.reasons == dict.fromkeys(("r", "busy", "o"), "length")
 
 
 def test_parked_blocks_stay_until_every_rank_has_cleared(decode: Build) -> None:

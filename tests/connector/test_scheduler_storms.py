@@ -15,7 +15,7 @@ from tests.connector.engine import config_of
 from tests.connector.scheduler_mutants import MUTANTS
 from tests.connector.scheduler_world import RANKS, SchedulerWorld
 
-SEEDS, MORE_SEEDS = range(30), range(1000, 1300)
+SEEDS, MORE_SEEDS = range(60), range(1000, 1300)
 RARE = ("kept", "parked", "preempted", "registered again", "reset", "returning", "token: prefill", "unregistered")
 
 Storm = Callable[..., Counter[str]]
@@ -68,5 +68,5 @@ def test_storms_reveal_a_removed_guard(
     storm: Storm, monkeypatch: pytest.MonkeyPatch, mutant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     mutant(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, KeyError)):
         storm(SEEDS, "recompute", ahead=True)

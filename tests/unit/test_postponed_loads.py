@@ -63,6 +63,14 @@ def test_two_requests_do_not_wait_for_each_other() -> None:
     assert not loads.must_wait("b"), "it has given way to that request already"
 
 
+def test_no_load_waits_for_a_request_that_had_its_blocks_before_the_load_was_over() -> None:
+    loads = given_way()
+    loads.request_placed("request of a")
+    loads.load_unregistered("b", 0)
+    assert loads.load_ended("b")
+    assert not loads.must_wait("b")
+
+
 def test_a_load_is_registered_again_only_if_every_rank_has_unregistered_it() -> None:
     loads = given_way(ranks=2)
     loads.load_unregistered("b", 0)

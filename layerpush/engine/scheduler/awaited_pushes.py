@@ -38,7 +38,6 @@ class AwaitedPushes:
         """A push is awaited into these blocks, for ``most_s`` seconds at most."""
         timeout_s = min(self._timeout_s, most_s)
         self.block_holds.hold(request_id, blocks)
-        self._ending.discard(request_id)
         self._deadlines[request_id] = now + timeout_s, timeout_s
 
     def request_finished(self, request_id: str) -> None:

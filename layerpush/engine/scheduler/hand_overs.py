@@ -56,7 +56,6 @@ class HandOvers:
     def request_registered(self, request: Request) -> None:
         """A push is awaited for this request."""
         self._open[request.request_id] = _HandOver(request)
-        self._reported.discard(request.request_id)
 
     def load_completed(self, request_id: str, at: float, clock: str) -> None:
         """A rank read the last completion of this load. With a rank of another clock than ours the load has no time."""

@@ -394,19 +394,17 @@ class LayerwisePushScheduler(VllmPushScheduler):
         assert report is None or isinstance(report, WorkerReport)
         for request_id in connector_output.finished_sending or ():
             self.last_windows.release(request_id)
-        received, now = connector_output.finished_recving or set(), time.perf_counter()
+        received, now = connector_output.finished_recving or (), time.perf_counter()
         for each in () if report is None else report.news:
             self._reported(each, now)
         self.awaited.loads_ended(received)
         for request_id in received:
-            loading, kept = self._loading.pop(request_id, None), self._kept.pop(request_id, 0)
-            if loading is not None:
-                self._keep_prefix(*loading, kept)
-        received = received & self._requests.keys()
-        for request_id in received:
             match self._turns.handle(request_id, turn.LoadEnded(request_id in connector_output.failed_recving)):
                 case [turn.Count(tokens)]:
                     self._prefix_hits.put_hit(request_id, tokens)
+            loading, kept = self._loading.pop(request_id, None), self._kept.pop(request_id, 0)
+            if loading is not None:
+                self._keep_prefix(*loading, kept)
             if self.postponed.load_ended(request_id):
                 self._wait_again(self._requests[request_id])
         self._hand_overs.loads_reported(received, connector_output.failed_recving, now)
