@@ -11,8 +11,8 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG, NixlHandshakePayload
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
-MAX_ANSWER_BYTES = 8 << 20
-"""Of an engine's answers to one handshake or probe, all ranks together."""
+MAX_ANSWER_BYTES = 256 << 10
+"""Of one rank's answer. Its time to read grows with its settings, and other threads stand meanwhile."""
 MAX_SETTING = 200
 """Characters of a peer's setting in a message."""
 SETTINGS = (
@@ -51,8 +51,10 @@ class Agent(NamedTuple):
     settings: dict[str, str]
 
 
-class _HandshakeAnswer(msgspec.Struct):
-    """Fields of ``LayerpushHandshakePayload``. A restart of the engine changes ``agent_metadata_bytes``."""
+class HandshakeAnswer(msgspec.Struct):
+    """Fields of ``LayerpushHandshakePayload``, as a peer has sent them. A restart of the engine changes
+    ``agent_metadata_bytes``.
+    """
 
     compatibility_hash: str
     agent_metadata_bytes: bytes
@@ -94,15 +96,19 @@ def signed(payload: NixlHandshakePayload, settings: dict[str, str]) -> Layerpush
     return LayerpushHandshakePayload(payload.compatibility_hash, payload.agent_metadata_bytes, settings=settings)
 
 
-def difference(ours: LayerpushHandshakePayload, payload: bytes) -> str | None:
-    """The settings in which the engine that sent ``payload`` differs, in one sentence. None if it has the same, or if
-    it does not list them: then vLLM's handshake has an error of its own.
-    """
+def read_answer(payload: bytes) -> HandshakeAnswer | None:
+    """A side channel's answer; None if it cannot be read."""
     try:
-        theirs = msgspec.msgpack.decode(payload, type=_HandshakeAnswer)
+        return msgspec.msgpack.decode(payload, type=HandshakeAnswer)
     except (ValueError, RecursionError):
         return None
-    if theirs.compatibility_hash == ours.compatibility_hash:
+
+
+def difference(ours: LayerpushHandshakePayload, theirs: HandshakeAnswer | None) -> str | None:
+    """The settings in which the engine that answered differs, in one sentence. None if it has the same, or if it does
+    not list them: then vLLM's handshake has an error of its own.
+    """
+    if theirs is None or theirs.compatibility_hash == ours.compatibility_hash:
         return None
     return difference_of(ours.settings, theirs.settings)
 
@@ -117,19 +123,11 @@ def difference_of(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | N
     return f"P and D must have the same settings: {', '.join(different)}" if different else None
 
 
-def speaks_layerpush(payload: bytes) -> bool:
-    """Whether ``payload``, the answer of a side channel, says that the engine runs layerpush."""
-    try:
-        return msgspec.msgpack.decode(payload, type=_HandshakeAnswer).layerpush
-    except (ValueError, RecursionError):
-        return False
-
-
 def agent_of_handshake(payload: bytes) -> Agent:
     """The agent that ``payload``, the answer of a side channel, names.
 
     Raises ``ValueError`` or ``RecursionError`` for any other bytes.
     """
-    handshake = msgspec.msgpack.decode(payload, type=_HandshakeAnswer)
+    handshake = msgspec.msgpack.decode(payload, type=HandshakeAnswer)
     described = msgspec.msgpack.decode(handshake.agent_metadata_bytes, type=_AgentDescription)
     return Agent(described.agent_metadata, handshake.layerpush, described.engine_id, handshake.settings)

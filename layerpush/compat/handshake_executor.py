@@ -22,7 +22,8 @@ from typing import Any
 
 import msgspec
 
-from layerpush.compat.handshake import MAX_ANSWER_BYTES, handshake_query, speaks_layerpush
+from layerpush.compat.handshake import MAX_ANSWER_BYTES, HandshakeAnswer, handshake_query, read_answer
+from layerpush.core.bounded_dict import BoundedDict
 from layerpush.transport.zmtp import Req, ZmtpError, connect
 
 TIMEOUT_S = 5.0
@@ -30,6 +31,13 @@ MAX_HANDSHAKES = 256
 MAX_WITH_HOST = 32
 MAX_RUNNING = 32
 MAX_RUNNING_WITH_HOST = 4
+MAX_UNPROVEN = 192
+MAX_RUNNING_UNPROVEN = 24
+"""With hosts with which the last handshake did not succeed: silent ones take no place of hosts that answer."""
+MAX_ANSWERS_BYTES = 8 << 20
+"""Of all ranks of an engine together."""
+PROVEN_KEPT = 4096
+PROVEN_BYTES = 2 << 20
 
 _thread = threading.local()
 
@@ -49,8 +57,8 @@ class Answers:
         self._parts = parts
         self._clock_ahead = clock_ahead
         self._query = b""
-        self.first = next((parts[0] for parts in parts.values() if parts), b"")
-        """The first part of the answer to the first query; empty if there is none."""
+        self.first = read_answer(next((parts[0] for parts in parts.values() if parts), b""))
+        """The answer to the first query, which is read once; None if there is none, or if it cannot be read."""
 
     def setsockopt(self, *_: object) -> None:
         """Does nothing: the answers are here."""
@@ -68,11 +76,12 @@ class Answers:
 def ask(host: str, port: int, queries: Sequence[bytes]) -> Answers:
     """Ask a side channel one query after the other, until an answer has not the two parts of a good one.
 
-    Returns or raises within ``TIMEOUT_S``, and reads ``MAX_ANSWER_BYTES`` at most. Raises ``HandshakeError``.
+    Returns or raises within ``TIMEOUT_S``. Reads ``MAX_ANSWER_BYTES`` of each answer at most, and ``MAX_ANSWERS_BYTES``
+    of all. Raises ``HandshakeError``.
     """
     deadline = time.monotonic() + TIMEOUT_S
     answers: dict[bytes, list[bytes]] = {}
-    fastest, clock_ahead = float("inf"), None
+    fastest, clock_ahead, left = float("inf"), None, MAX_ANSWERS_BYTES
     try:
         with connect(host, port, deadline) as connection:
             req = Req(connection, deadline, MAX_ANSWER_BYTES)
@@ -81,6 +90,9 @@ def ask(host: str, port: int, queries: Sequence[bytes]) -> Answers:
                 sent = time.perf_counter()
                 parts = answers[query] = req.ask(query)
                 received = time.perf_counter()
+                left -= sum(map(len, parts))
+                if left < 0:
+                    raise ZmtpError(f"more than {MAX_ANSWERS_BYTES} bytes in all answers")
                 if len(parts) != 2:
                     break
                 clock = _clock(parts[1])
@@ -117,14 +129,15 @@ class HandshakeExecutor:
     such an answer must fail, or None.
 
     At most ``MAX_RUNNING`` handshakes run at a time, ``MAX_RUNNING_WITH_HOST`` of them with one host. So many threads
-    hold answers. Others wait. Any thread may call it.
+    hold answers. Others wait. Some places are kept for hosts with which the last handshake succeeded. Any thread may
+    call it.
     """
 
     def __init__(
         self,
         executor: Executor,
         ranks_of: Callable[[int, int], Sequence[int]],
-        refusal: Callable[[bytes], str | None],
+        refusal: Callable[[HandshakeAnswer | None], str | None],
     ) -> None:
         self._executor = executor
         self._ranks_of = ranks_of
@@ -132,6 +145,8 @@ class HandshakeExecutor:
         self._lock = threading.Lock()
         self._waiting: list[_Handshake] = []
         self._running: Counter[str] = Counter()
+        self._proven: BoundedDict[str, None] = BoundedDict(PROVEN_KEPT, PROVEN_BYTES)
+        """Hosts with which the last handshake succeeded."""
 
     def submit(
         self,
@@ -155,11 +170,11 @@ class HandshakeExecutor:
             partial(of_vllm, host, port, tp_size, engine_id, dcp_size, pp_size, notif_agents_only),
         )
         with self._lock:
-            with_host = sum(each.host == host for each in self._waiting) + self._running[host]
-            if with_host >= MAX_WITH_HOST:
-                refusal = f"{with_host} other handshakes with host {host} are under way"
-            elif len(self._waiting) + self._running.total() >= MAX_HANDSHAKES:
-                refusal = f"{MAX_HANDSHAKES} other handshakes are under way"
+            under_way = self._running + Counter(each.host for each in self._waiting)
+            if under_way[host] >= MAX_WITH_HOST:
+                refusal = f"{under_way[host]} other handshakes with host {host} are under way"
+            elif not self._has_place(host, under_way, MAX_HANDSHAKES, MAX_UNPROVEN):
+                refusal = f"{under_way.total()} other handshakes are under way"
             else:
                 refusal = None
                 self._waiting.append(handshake)
@@ -185,11 +200,21 @@ class HandshakeExecutor:
         """Take a handshake that may run; None: there is none."""
         with self._lock:
             for handshake in self._waiting:
-                if self._running.total() < MAX_RUNNING and self._running[handshake.host] < MAX_RUNNING_WITH_HOST:
+                host = handshake.host
+                if self._running[host] < MAX_RUNNING_WITH_HOST and self._has_place(
+                    host, self._running, MAX_RUNNING, MAX_RUNNING_UNPROVEN
+                ):
                     self._waiting.remove(handshake)
                     self._running[handshake.host] += 1
                     return handshake
         return None
+
+    def _has_place(self, host: str, under_way: Counter[str], limit: int, unproven: int) -> bool:
+        """Whether there may be one more handshake with this host beside these, of which ``unproven`` may be with hosts
+        whose last handshake did not succeed.
+        """
+        others = sum(number for each, number in under_way.items() if each not in self._proven)
+        return under_way.total() < limit and (host in self._proven or others < unproven)
 
     def _run(self, handshake: _Handshake) -> None:
         result, failure = None, None
@@ -208,6 +233,9 @@ class HandshakeExecutor:
         with self._lock:
             self._running[handshake.host] -= 1
             self._running += Counter()  # without hosts that have none
+            self._proven.pop(handshake.host, None)
+            if failure is None:
+                self._proven.put(handshake.host, None)
         if failure is None:
             handshake.outcome.set_result(result)
         else:
@@ -225,7 +253,7 @@ def _with_answers(answers: Answers, of_vllm: Callable[[], Any]) -> Any:
 def answered_by_layerpush() -> bool:
     """Whether this thread runs vLLM's handshake with an engine that has said that it runs layerpush."""
     answers = getattr(_thread, "answers", None)
-    return answers is not None and speaks_layerpush(answers.first)
+    return answers is not None and answers.first is not None and answers.first.layerpush
 
 
 def answering(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from layerpush.compat.affinity import Affinity
 from layerpush.compat.cache_layout import check_stage, check_transferable
 from layerpush.compat.engine_settings import ends_with_flush, split_at, use_one_thread
 from layerpush.compat.engine_threads import EngineThreads
-from layerpush.compat.handshake import difference, settings_of, signed
+from layerpush.compat.handshake import HandshakeAnswer, difference, settings_of, signed
 from layerpush.compat.handshake_executor import HandshakeError, HandshakeExecutor, answered_by_layerpush
 from layerpush.compat.heartbeats import Heartbeats
 from layerpush.compat.leases import SendLeases, extend
@@ -170,7 +170,7 @@ class VllmPushWorker(NixlPushConnectorWorker, ABC):
         ranks: list[int] = self.transfer_topo.handshake_target_ranks(tp_size, dcp_size)
         return ranks
 
-    def _difference(self, answer: bytes) -> str | None:
+    def _difference(self, answer: HandshakeAnswer | None) -> str | None:
         """The settings in which the engine that answered so differs, in one sentence; None if it may connect."""
         return difference(self.xfer_handshake_metadata, answer) if self.enforce_compat_hash else None
 

@@ -85,14 +85,14 @@ def _addresses(host: str, port: int, deadline: float) -> list[Any]:
 
 
 class Req:
-    """A REQ on a connection. At most ``limit`` bytes are read in all, and nothing after ``deadline``
+    """A REQ on a connection. At most ``limit`` bytes are read of each answer, and nothing after ``deadline``
     (``time.monotonic``). Each method raises ``ZmtpError``, ``TimeoutError`` or another ``OSError``.
     """
 
     def __init__(self, connection: socket.socket, deadline: float, limit: int) -> None:
         self._connection = connection
         self._deadline = deadline
-        self._left = limit
+        self._limit = self._left = limit
 
     def greet(self) -> None:
         """Exchange greetings. Comes first, once."""
@@ -102,6 +102,7 @@ class Req:
 
     def ask(self, question: bytes) -> list[bytes]:
         """The parts of the answer."""
+        self._left = self._limit
         self._write(header(0, MORE) + header(len(question)) + question)
         parts: list[bytes] = []
         while True:

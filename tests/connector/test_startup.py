@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from layerpush.compat.engine_settings import captured_tokens
+from layerpush.compat.handshake import read_answer
 from layerpush.connector import LayerwisePushConnector
 from layerpush.core.config import ConfigError
 from layerpush.engine.worker.writer_thread import THREAD_NAME
@@ -164,9 +165,13 @@ def test_settings_that_differ_are_named(engine: Build, changed: dict[str, str], 
     p = engine("kv_producer").worker.connector_worker
     ours = p.xfer_handshake_metadata
     theirs = replace(ours, compatibility_hash="other", settings=ours.settings | changed)
-    assert named in p._difference(msgspec.msgpack.encode(theirs))
-    assert p._difference(msgspec.msgpack.encode(ours)) is None
-    assert p._difference(msgspec.msgpack.encode(replace(theirs, settings={}))) is None, "a stock engine lists none"
-    assert p._difference(b"\xc1") is None, "vLLM's handshake has an error of its own"
+
+    def found(payload: object) -> Any:
+        return p._difference(read_answer(msgspec.msgpack.encode(payload)))
+
+    assert named in found(theirs)
+    assert found(ours) is None
+    assert found(replace(theirs, settings={})) is None, "a stock engine lists none"
+    assert p._difference(read_answer(b"\xc1")) is None, "vLLM's handshake has an error of its own"
     p.enforce_compat_hash = False
-    assert p._difference(msgspec.msgpack.encode(theirs)) is None
+    assert found(theirs) is None

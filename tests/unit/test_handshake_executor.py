@@ -17,7 +17,7 @@ import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
 from layerpush.compat import handshake_executor, patches
-from layerpush.compat.handshake import MAX_ANSWER_BYTES, handshake_query
+from layerpush.compat.handshake import MAX_ANSWER_BYTES, HandshakeAnswer, handshake_query, read_answer
 from layerpush.compat.handshake_executor import Answers, HandshakeError, HandshakeExecutor
 from layerpush.transport import zmtp
 from tests.support.waiting import until
@@ -25,7 +25,11 @@ from tests.unit.test_probe import GREETING, HOST, PORTS, READY, answer, endlessl
 
 SILENT = "127.0.0.2"
 AHEAD_S = 1000.0
-REFUSED = {b"other settings": "P and D must have the same settings"}
+REFUSED = msgspec.msgpack.encode({"compatibility_hash": "other settings", "agent_metadata_bytes": b""})
+
+
+def refusal(answer: HandshakeAnswer | None) -> str | None:
+    return None if answer is None else f"P and D must have the same settings, not {answer.compatibility_hash}"
 
 
 def clock() -> bytes:
@@ -52,7 +56,7 @@ def of_vllm(host: str, port: int, tp_size: int, engine_id: str, dcp: int, pp: in
 @pytest.fixture
 def handshakes() -> Iterator[HandshakeExecutor]:
     patches.install(patches.Process.WORKER)
-    one = HandshakeExecutor(ThreadPoolExecutor(1, "vllm"), lambda tp_size, _: range(tp_size), REFUSED.get)
+    one = HandshakeExecutor(ThreadPoolExecutor(1, "vllm"), lambda tp_size, _: range(tp_size), refusal)
     yield one
     one.shutdown(wait=False)
     until(lambda: not one._running and not one._waiting)
@@ -95,7 +99,7 @@ def test_vllms_handshake_gets_each_ranks_answer_and_the_clock(handshakes: Handsh
 
 
 def test_a_refused_answer_fails_the_handshake_with_the_reason(handshakes: HandshakeExecutor) -> None:
-    with listening(answers_each(*REFUSED)) as port, pytest.raises(HandshakeError, match="the same settings"):
+    with listening(answers_each(REFUSED)) as port, pytest.raises(HandshakeError, match="the same settings"):
         submit(handshakes, HOST, port).result(20)
 
 
@@ -158,22 +162,33 @@ def test_a_refused_connection_fails_at_once(handshakes: HandshakeExecutor) -> No
         submit(handshakes, HOST, PORTS.next_free()).result(4)
 
 
-def test_an_engine_may_answer_so_many_bytes_in_all(handshakes: HandshakeExecutor) -> None:
+@pytest.mark.parametrize(("share", "words"), [(0.8, "bytes in all answers"), (1.1, "left for the answer")])
+def test_an_engine_may_answer_so_many_bytes(handshakes: HandshakeExecutor, share: float, words: str) -> None:
     sent: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def flood(connection: socket.socket) -> None:
         connection.sendall(GREETING + READY)
-        piece, total = answer(b"", bytes(MAX_ANSWER_BYTES // 8), clock()), 0
+        piece, total = answer(b"", bytes(int(MAX_ANSWER_BYTES * share)), clock()), 0
         try:
             while True:
                 total += connection.send(piece)
         except OSError:
             sent.put(total)
 
-    with listening(flood) as port, pytest.raises(HandshakeError, match="left for the answer"):
+    with listening(flood) as port, pytest.raises(HandshakeError, match=words):
         submit(handshakes, HOST, port, ranks=100).result(20)
     in_buffers = 16 << 20
-    assert sent.get(timeout=10) < MAX_ANSWER_BYTES + in_buffers
+    assert sent.get(timeout=10) < handshake_executor.MAX_ANSWERS_BYTES + in_buffers
+
+
+def test_an_answer_is_read_once(handshakes: HandshakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reading of a long one stops the engine's other threads."""
+    read, payload = list[bytes](), msgspec.msgpack.encode({**msgspec.msgpack.decode(REFUSED), "layerpush": True})
+    monkeypatch.setattr(handshake_executor, "read_answer", lambda payload: read.append(payload) or read_answer(payload))
+    monkeypatch.setattr(handshakes, "_refusal", lambda answer: None)
+    with listening(answers_each(payload)) as port:
+        speaks = handshakes.submit(lambda *_: handshake_executor.answered_by_layerpush(), HOST, port, 1, "D").result(20)
+    assert (speaks, read) == (True, [payload])
 
 
 def test_a_silent_host_delays_no_other_host(handshakes: HandshakeExecutor, silent: int) -> None:
@@ -253,3 +268,38 @@ def test_handshakes_with_all_hosts_are_limited(
     asked.over.set()
     assert all(isinstance(each.exception(20), HandshakeError) for each in waiting)
     assert asked.most == 2
+
+
+def test_silent_hosts_take_no_places_of_hosts_that_have_answered(
+    handshakes: HandshakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many a client names. A host that falls silent itself is one of them."""
+    asked, over = list[str](), threading.Event()
+
+    def ask(host: str, port: int, queries: object) -> Answers:
+        asked.append(host)
+        if host.startswith("127.0.7."):
+            assert over.wait(60)
+            raise HandshakeError("silence")
+        return Answers({}, None)
+
+    monkeypatch.setattr(handshake_executor, "ask", ask)
+
+    def begin(host: str) -> Future[Any]:
+        return handshakes.submit(lambda *_: host, host, 1, 1, "D")
+
+    try:
+        assert begin(HOST).result(20) == HOST
+        silent = [begin(f"127.0.7.{number}") for number in range(handshake_executor.MAX_HANDSHAKES)]
+        until(lambda: len(asked) == 1 + handshake_executor.MAX_RUNNING_UNPROVEN)
+        for _ in range(handshake_executor.MAX_HANDSHAKES):
+            assert begin(HOST).result(20) == HOST
+        with pytest.raises(HandshakeError, match=f"{handshake_executor.MAX_UNPROVEN} other handshakes are under way"):
+            begin(SILENT).result(0)
+        monkeypatch.setattr(handshake_executor, "ask", Mock(side_effect=HandshakeError("gone")))
+        assert isinstance(begin(HOST).exception(20), HandshakeError)
+        with pytest.raises(HandshakeError, match="other handshakes are under way"):
+            begin(HOST).result(0)
+    finally:
+        over.set()
+    assert all(isinstance(each.exception(20), HandshakeError) for each in silent)
