@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from layerpush.core.config import CONNECTOR_NAME, ConfigError
 PYTHON_VERSIONS = ((3, 11), (3, 14))  # from, up to but not including
 VLLM_VERSIONS = ((0, 32), (0, 34))
 NIXL_FROM = (1, 5)
+GLOO = "GLOO_SOCKET_IFNAME"
 SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES", "NIXL_UCX_SGL_ENABLE")
 """Variables of UCX, and of NIXL's UCX backend, that are shown."""
 EXTRAS = "in a checkout of layerpush: pip install '.[cuda]' on a GPU machine, '.[cpu]' elsewhere"
@@ -196,6 +199,20 @@ def check_transports() -> Result:
     return ok(found)
 
 
+def check_gloo() -> Result:
+    """The listeners of torch's process groups in each worker. Strangers there can use up a worker's open files."""
+    if (interface := os.environ.get(GLOO)) is not None:
+        return ok(f"listens on {interface}")
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+    except OSError:
+        return ok(f"listens on a loopback address: nobody knows the address of {name}")
+    if ipaddress.ip_address(address).is_loopback:
+        return ok(f"listens at {address}")
+    return warn(f"listens at {address}", f"set {GLOO}=lo if all ranks are on this machine: docs/security.md")
+
+
 def check_device() -> Result:
     import torch
     from vllm.platforms import current_platform
@@ -227,6 +244,7 @@ CHECKS: dict[str, Callable[[], Result]] = {
     "patches": check_patches,
     "NIXL": check_nixl,
     "transports": check_transports,
+    "gloo": check_gloo,
     "device": check_device,
     "side-channel port": check_port,
 }

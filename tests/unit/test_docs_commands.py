@@ -79,6 +79,7 @@ MISSPELT = json.dumps(
 
 OTHERS = frozenset(
     {
+        "GLOO_SOCKET_IFNAME",
         "HF_HUB_OFFLINE",
         "OMP_NUM_THREADS",
         "NIXL_PLUGIN_DIR",
@@ -89,7 +90,7 @@ OTHERS = frozenset(
     }
 )
 _INLINE = re.compile(r"(?<!`)`((?:layerpush |make |vllm serve |pip install |scripts/(?=[a-z-]+ ))[^`\n]+)`(?!`)")
-_VARIABLE = re.compile(r"\b(?:VLLM|UCX|NIXL|LAYERPUSH|HF|OMP|PIP)_[A-Z0-9_]*[A-Z0-9]\b(?!\*)")
+_VARIABLE = re.compile(r"\b(?:VLLM|UCX|GLOO|NIXL|LAYERPUSH|HF|OMP|PIP)_[A-Z0-9_]*[A-Z0-9]\b(?!\*)")
 _FIRST_ASSIGNED = ("CUDA_VISIBLE_DEVICES", "PYTHON", "PYTHONPATH", "id", "prompt", "params")
 
 
@@ -341,6 +342,7 @@ def test_the_compose_file_names_our_images_and_one_port_for_each_engine() -> Non
     assert all(f"-t {service['image']} ." in built for service in services.values())
     for name in ("prefill", "decode"):
         check(Command(("vllm", "serve", *services[name]["command"]), ()))
+        assert "--host=127.0.0.1" in services[name]["command"], "the host's network has no other guard"
     check(Command(("layerpush", "proxy", *services["proxy"]["command"]), ()))
     ports = {f"http://127.0.0.1:{port}" for port in (8100, 8200)}
     assert ports <= set(services["proxy"]["command"])

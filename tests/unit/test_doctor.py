@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from typing import Any
 
 import msgspec
 import pytest
@@ -204,6 +205,31 @@ def test_device(gpu: bool, build: str, verdict: Grade, advice: str, monkeypatch:
     platforms = types.SimpleNamespace(current_platform=types.SimpleNamespace(device_type=build))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     expect(doctor.check_device(), verdict, "2 x Fast 9000" if gpu else "no CUDA device", advice)
+
+
+@pytest.mark.parametrize(
+    ("interface", "address", "verdict", "found"),
+    [
+        ("eth1", "10.0.0.1", OK, "listens on eth1"),
+        (None, "127.0.1.1", OK, "listens at 127.0.1.1"),
+        (None, None, OK, "a loopback address"),
+        (None, "10.0.0.1", WARN, "listens at 10.0.0.1"),
+        (None, "fd00::1", WARN, "listens at fd00::1"),
+    ],
+)
+def test_gloo(
+    interface: str | None, address: str | None, verdict: Grade, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolved(*_: object) -> list[Any]:
+        if address is None:
+            raise socket.gaierror
+        return [(None, None, None, "", (address, 0))]
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if interface is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    expect(doctor.check_gloo(), verdict, found, "set GLOO_SOCKET_IFNAME=lo" if verdict == WARN else "")
 
 
 def test_port_free_then_taken(monkeypatch: pytest.MonkeyPatch) -> None:

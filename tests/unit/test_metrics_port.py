@@ -27,6 +27,8 @@ TEXT, KIND = "# HELP vllm:layerpush_ranks ranks\n", "text/plain; version=1.0.0; 
 class Engine:
     """An API server that has every path. It answers when ``gate`` is set."""
 
+    metrics: Metrics
+
     def __init__(self) -> None:
         self.requests: list[web.Request] = []
         self.status = 200
@@ -46,9 +48,9 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def metrics_of(engine: str) -> AsyncIterator[str]:
-    """The base URL of the metrics port of the engine at this URL."""
-    metrics, port = Metrics(engine), free_port()
+async def url_of(metrics: Metrics) -> AsyncIterator[str]:
+    """Its base URL, while it serves."""
+    port = free_port()
     async with http_server.serving(metrics.app, metrics.connections, "127.0.0.1", port, 1.0):
         yield f"http://127.0.0.1:{port}"
 
@@ -58,8 +60,10 @@ async def port_of(engine: Engine) -> AsyncIterator[str]:
     """The base URL of an engine's metrics port."""
     served = web.Application()
     served.router.add_route("*", "/{path:.*}", engine.answer)
-    async with TestServer(served) as server, metrics_of(f"http://127.0.0.1:{server.port}") as url:
-        yield url
+    async with TestServer(served) as server:
+        engine.metrics = Metrics(f"http://127.0.0.1:{server.port}")
+        async with url_of(engine.metrics) as url:
+            yield url
 
 
 @asynchronous
@@ -139,12 +143,9 @@ async def test_a_scrape_does_not_wait_behind_others_that_have_left() -> None:
             await writer.drain()
             writer.close()
 
-        async with asyncio.timeout(20):
-            while True:
-                scrape = asyncio.create_task(session.get(f"{url}/metrics"))
-                refused, _ = await asyncio.wait((scrape,), timeout=0.2)
-                if not refused:
-                    break
+        await until(lambda: engine.now and not engine.metrics._scrapes, "nobody waits for the engine")
+        scrape = asyncio.create_task(session.get(f"{url}/metrics"))
+        await until(lambda: engine.metrics._scrapes, "a scrape waits")
         engine.gate.set()
         assert (await scrape).status == 200
 
@@ -173,7 +174,7 @@ async def test_an_engine_that_does_not_answer_is_a_bad_gateway(monkeypatch: pyte
     engine.gate.clear()
     async with (
         port_of(engine) as hangs,
-        metrics_of(f"http://127.0.0.1:{free_port()}") as nobody,
+        url_of(Metrics(f"http://127.0.0.1:{free_port()}")) as nobody,
         aiohttp.ClientSession() as session,
     ):
         for url in (hangs, nobody):
