@@ -215,9 +215,18 @@ class FakeTransport:
         self._released: list[FakeWrite] = []
         self._inbox: list[_Notification] = []
 
-    def describe(self, key: Hashable, memory: Bytes, offsets: Sequence[int], length: int) -> Descriptors:
-        """Register pieces of ``memory``, without a copy, as the descriptor list ``key`` of routes."""
-        self.descriptors[key] = Descriptors(memory, offsets, length)
+    def describe(
+        self,
+        key: Hashable,
+        memory: Bytes,
+        offsets: Sequence[int],
+        length: int,
+        owned_as: Descriptors | None = None,
+    ) -> Descriptors:
+        """Register pieces of ``memory``, without a copy, as the descriptor list ``key`` of routes. ``owned_as``: they
+        are parts of these pieces, so their owners are the same.
+        """
+        self.descriptors[key] = Descriptors(memory, offsets, length, owned_as)
         return self.descriptors[key]
 
     def post_write(

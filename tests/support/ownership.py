@@ -25,12 +25,13 @@ ANYONE = "anyone"
 class Descriptors:
     """Equal pieces of one endpoint's memory and their owners. Blocks that requests share have several owners."""
 
-    def __init__(self, memory: Bytes, offsets: Sequence[int], length: int) -> None:
+    def __init__(self, memory: Bytes, offsets: Sequence[int], length: int, owned_as: Descriptors | None = None) -> None:
         if memory.dtype != np.uint8 or memory.ndim != 1:
             raise ValueError("memory must be a flat array of uint8, so that pieces of it are views")
         self.length = length
         self.pieces = [memory[offset : offset + length] for offset in offsets]
-        self._owners: list[Owners] = [frozenset({ANYONE})] * len(self.pieces)
+        anyone: list[Owners] = [frozenset({ANYONE})] * len(self.pieces)
+        self._owners = anyone if owned_as is None else owned_as._owners
 
     def owners(self, index: int) -> Owners:
         return self._owners[index]

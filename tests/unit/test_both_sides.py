@@ -13,6 +13,8 @@ every step:
 - a load that asked for P's first token, and no other, is reported with the token or with the reason for its absence:
   the token belongs to the load's own prompt, sampled with its own parameters.
 
+D has one rank or two. Of two, the second connects later and works more slowly.
+
 When faults stop, both sides end: nothing is left in a table or on the wire, and no block is held.
 
 `MUTANTS` shows that this can fail: each removes one guard, and each is found.
@@ -32,10 +34,12 @@ from layerpush.engine.scheduler.postponed_loads import PostponedLoads
 from layerpush.prefill.claims import Claims
 from tests.unit.both_sides import (  # each adds mutants of its own
     decode,
+    decode_rank,
     full_mutants,
     network_mutants,  # noqa: F401
     packing_mutants,  # noqa: F401
     prefix_mutants,
+    rank_mutants,
     verify_mutants,
 )
 from tests.unit.both_sides.full import full_caches
@@ -158,7 +162,7 @@ def test_pushes_go_directly_if_staging_memory_is_full() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a mutant that nobody notices runs through all storms
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", MUTANTS + rank_mutants.MUTANTS, ids=lambda mutant: mutant.name)
 def test_random_events_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.remove(monkeypatch)
     for seed in mutant.seeds(MUTANT_STORMS):
@@ -176,6 +180,14 @@ def test_full_caches_give_way_to_each_other(monkeypatch: pytest.MonkeyPatch) -> 
     assert outcomes["loaded"] == 6 * STORMS
     assert outcomes["unregistered"] > STORMS
     assert not outcomes["failed"]
+
+
+@pytest.mark.parametrize("mutant", rank_mutants.FULL_MUTANTS, ids=lambda mutant: mutant.name)
+def test_full_caches_of_two_ranks_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the guard a load ends only when it is overdue, or its request is not registered again."""
+    mutant.remove(monkeypatch)
+    with pytest.raises(AssertionError, match="not over"):
+        full_caches(mutant.seed, limit_s=20.0, **mutant.fault_rates)
 
 
 def test_a_lease_ends_while_a_registered_prompt_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +214,7 @@ def test_long_prompts_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytest
     mutant.remove(monkeypatch)
     with pytest.raises(AssertionError):  # noqa: PT012
         for seed in mutant.seeds(8 * STORMS):
-            long_prompts(seed, verify=verify)
+            long_prompts(seed, verify=verify, **mutant.fault_rates)
 
 
 @pytest.mark.parametrize("kind", [{}, {"ordered": False}, {"equal_kv": True}, {"packing": {"plan": "mixed"}}], ids=str)
@@ -216,7 +228,7 @@ def test_a_load_with_damaged_kv_fails(kind: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mutant", verify_mutants.WRONG_WRITES, ids=lambda mutant: mutant.name)
 def test_checksums_alone_reveal_wrong_writes(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """The world compares no bytes itself."""
-    monkeypatch.setattr(decode.DecodeEngine, "_holds", lambda *_: True)
+    monkeypatch.setattr(decode_rank.DecodeRank, "holds", lambda *_: True)
     mutant.remove(monkeypatch)
     for seed in mutant.seeds(MUTANT_STORMS):
         try:

@@ -10,6 +10,7 @@ from tests.support.fake_transport import Faults
 from tests.unit.both_sides import moves
 from tests.unit.both_sides.moves import MOVES, Pick
 from tests.unit.both_sides.process import BLOCK_SIZE, Prompt
+from tests.unit.both_sides.storm import drawn_decode_ranks
 from tests.unit.both_sides.world import World
 
 TOKENS = 4 * BLOCK_SIZE
@@ -47,7 +48,7 @@ WEIGHTS = {
 }
 
 
-def long_prompts(seed: int, verify: float = 0.0, **fault_rates: Any) -> World:
+def long_prompts(seed: int, verify: float = 0.0, decode_ranks: int | None = None, **fault_rates: Any) -> World:
     """Drives a world with two long prompts at random. Then P mostly ends, and the others are driven home.
 
     Raises ``AssertionError`` for a broken promise.
@@ -56,7 +57,8 @@ def long_prompts(seed: int, verify: float = 0.0, **fault_rates: Any) -> World:
     rates: dict[str, Any] = {"hold_writes": draw.choice([0.0, 0.5]), "delay": draw.choice([0.0, 0.3])}
     mode, ranks, ordered = draw.choice([PushMode.LAYER, PushMode.CHUNK]), draw.choice([1, 2]), draw.random() < 0.7
     faults = Faults.endless(seed, **rates | fault_rates)
-    world = World(faults, seed, ranks, mode, draw.choice([1, 4]), ordered=ordered, verify=verify)
+    at_once, decode_ranks = draw.choice([1, 4]), decode_ranks or drawn_decode_ranks(seed)
+    world = World(faults, seed, ranks, mode, at_once, ordered=ordered, verify=verify, decode_ranks=decode_ranks)
     known = {moved.do: moved.possible for moved in MOVES} | {compute: may_compute}
     weights = WEIGHTS | {compute: 40}
     if verify:

@@ -227,4 +227,6 @@ def say_a_token_again(world: World, pick: Pick) -> None:
         request_id, load = pick([*loads, ("nobody-1", None)])
         fits = load is not None and load.sampling in (SAMPLING, None)
         message = FirstToken(request_id, load.prompt.first_token if fits else None)
-        pick(_prefill(world).ranks).transport.notify(engine.name, encode(message))
+        sender = pick(_prefill(world).ranks)
+        for rank in engine.ranks:
+            sender.transport.notify(rank.name, encode(message))

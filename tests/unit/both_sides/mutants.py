@@ -50,11 +50,14 @@ class Mutant:
 
 
 def adding_to(mutants: list[Mutant]) -> Callable[..., Callable[[Callable[[Patch], None]], Callable[[Patch], None]]]:
-    """A decorator of what removes a guard. It takes a mutant's ``seed`` and ``fault_rates``."""
+    """A decorator of what removes a guard. It takes a mutant's ``seed`` and ``fault_rates``. D has one rank unless they
+    name another number in ``decode_ranks``.
+    """
 
     def mutant(seed: int = 0, **fault_rates: Any) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
         def add(remove: Callable[[Patch], None]) -> Callable[[Patch], None]:
-            mutants.append(Mutant(remove.__name__.replace("_", " "), remove, fault_rates, seed))
+            name, rates = remove.__name__.replace("_", " "), {"decode_ranks": 1} | fault_rates
+            mutants.append(Mutant(name, remove, rates, seed))
             return remove
 
         return add
@@ -118,8 +121,8 @@ def one_completion_is_enough(patch: Patch) -> None:
 @mutant(seed=27, hold_writes=0.8)
 def patience_frees_the_blocks(patch: Patch) -> None:
     """The blocks are given back instead of parked."""
-    patch.setattr("tests.unit.both_sides.decode.DecodeEngine._parked", lambda self, request_id: None)
-    patch.setattr("tests.unit.both_sides.decode.DecodeEngine._cleared", lambda self, request_id: None)
+    patch.setattr("tests.unit.both_sides.decode.DecodeEngine._park", lambda self, rank, news: None)
+    patch.setattr("tests.unit.both_sides.decode.DecodeEngine._clear", lambda self, rank, news: None)
 
 
 @mutant(drop=0.2)

@@ -76,7 +76,7 @@ class PrefillRank(Process):
         meter: PushMeter | None = None,
         write_timeout_s: float = math.inf,
     ) -> None:
-        super().__init__(world, engine.engine_id, rank)
+        super().__init__(world, engine.engine_id, rank, engine.size)
         self.engine, self.pieces = engine, 1 if world.equal_kv else engine.size
         self.piece = BLOCK_BYTES // self.pieces
         self.replica = Replica(rank, engine.size) if world.equal_kv else ALONE
@@ -84,6 +84,10 @@ class PrefillRank(Process):
         self.memory = np.full(world.layers * world.memory_blocks[0] * self.piece, POISON, np.uint8)
         self.owned = self.endpoint.describe("kv", self.memory, range(0, self.memory.size, self.piece), self.piece)
         self.owned.give_away(range(len(self.owned.pieces)))
+        half = self.piece // 2
+        for part in (0, 1):  # the heads of each of D's ranks, if D has two and this rank has them all
+            starts = range(part * half, self.memory.size, self.piece)
+            self.endpoint.describe(("half", part), self.memory, starts, half, owned_as=self.owned)
         self.still_read: set[tuple[int, str]] = set()
         """Descriptors that were given away under WRITEs, and their old owners. New WRITEs must not read them."""
         self.evictions: list[str] = []
@@ -147,7 +151,7 @@ class PrefillRank(Process):
         self.staging.check_post(route.local_descriptors, local.tolist())
         target: DecodeEngine | None = self.world.engine_of(route.agent)
         if target is not None:
-            target.check_post(route.remote_descriptors, remote.tolist())
+            target.check_post(route.agent, route.remote_descriptors, remote.tolist())
         if target is not None and self.world.equal_kv:
             strays = target.blocks_of_others(self.replica, remote.tolist())
             if len(strays) > 1:  # a whole push has a block at least
@@ -176,7 +180,7 @@ class PrefillRank(Process):
         ids: set[int] = set()
         for write in self.world.fabric.writes:
             moves = write.state is WriteState.PENDING and write.target.alive
-            if write.source is self.endpoint and moves and write.route.local_descriptors == "kv":
+            if write.source is self.endpoint and moves and write.route.local_descriptors != "blocks":
                 ids.update(write.local.tolist())
         for gather in self.staging.running:
             ids |= gather.blocks
@@ -226,7 +230,12 @@ class PrefillRank(Process):
 
     def routes(self, engine_id: str) -> tuple[Route, ...]:
         """A route to each rank of a connected decode engine."""
-        return (Route(next(iter(self.agents_of(engine_id))), 0, "kv", (self.pieces, self.rank)),)
+        agents = self.agents_of(engine_id)
+        is_split = len(agents) > self.pieces == 1
+        return tuple(
+            Route(agent, rank, ("half", rank) if is_split else "kv", (self.pieces, self.rank))
+            for agent, (_, rank) in agents.items()
+        )
 
     def take_registration(self, request_id: str, _: float) -> Registration | None:
         return self.claims.take_registration(request_id, self.world.now)
@@ -265,7 +274,8 @@ class PrefillRank(Process):
 
     def discover_link(self, engine_id: str) -> Link:
         routes, regions = self.routes(engine_id), (self.world.memory_blocks[1],) * self.world.layers
-        gathered = None if self.strategy is None else replace(routes[0], local_descriptors="blocks")
+        is_gathered = self.strategy is not None and len(routes) == 1
+        gathered = replace(routes[0], local_descriptors="blocks") if is_gathered else None
         share, replicas = 1 / len(routes), (self.replica,)
         return Link(engine_id, routes, regions, share=share, replicas=replicas, gathered=gathered)
 
@@ -288,7 +298,7 @@ class PrefillRank(Process):
         agent, registration = self.whole.pop(id(transfer.handle))
         if landed:
             self.world.whole_pushes.add(registration.key)
-            self.world.note_completion(self, registration)
+            self.world.note_completion(self, registration, agent)
             self.connections.notify(agent, encode_completion(registration.request_id, self.world_size))
 
     def end_pushes(self, engine_id: str, reason: str) -> bool:
@@ -329,7 +339,8 @@ class _Links(Links):
     worker: PrefillRank
 
     def complete(self, link: Link, registration: Registration, sample: Sample | None = None) -> None:
-        self.worker.world.note_completion(self.worker, registration)
+        for route in link.routes:
+            self.worker.world.note_completion(self.worker, registration, route.agent)
         super().complete(link, registration, sample)
 
 

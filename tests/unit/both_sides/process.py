@@ -67,11 +67,11 @@ class Prompt:
         seed = [*self.text.encode(), layer, index, epoch % EPOCHS]
         return np.random.default_rng(seed).integers(0, POISON, BLOCK_BYTES, dtype=np.uint8)
 
-    def holds(self, layer: int, index: int, block: Bytes) -> bool:
-        """Whether a block has this KV. A rank of P writes a head of one epoch, and the other rank may of another."""
-        heads = block.reshape(HEADS, -1)
+    def holds(self, layer: int, index: int, block: Bytes, first: int = 0) -> bool:
+        """Whether a block has this KV, of heads from ``first`` on. P's ranks may write them in other epochs."""
+        heads = block.reshape(-1, BLOCK_SIZE)
         known = [self.kv(layer, index, epoch).reshape(HEADS, -1) for epoch in range(EPOCHS)]
-        return all(any(np.array_equal(head, each[number]) for each in known) for number, head in enumerate(heads))
+        return all(any(np.array_equal(head, each[at]) for each in known) for at, head in enumerate(heads, first))
 
 
 class Turn(Prompt):
@@ -143,8 +143,11 @@ class Mail:
 class Process:
     """A `Network` for `Connections`. Nothing in it happens unless the process is given a turn."""
 
-    def __init__(self, world: World, engine_id: str, rank: int) -> None:
-        self.world, self.engine_id, self.rank = world, engine_id, rank
+    handshake_s = 0.0
+    """Seconds that a handshake takes at least."""
+
+    def __init__(self, world: World, engine_id: str, rank: int, size: int) -> None:
+        self.world, self.engine_id, self.rank, self.size = world, engine_id, rank, size
         self.name = world.new_name(engine_id, rank)
         self.endpoint = world.fabric.endpoint(self.name)
         self.transport: Transport = self.endpoint
@@ -171,7 +174,14 @@ class Process:
         return list(self.connected)
 
     def agents_of(self, engine_id: str) -> dict[str, Rank]:
-        return {agent: (0, rank) for rank, agent in enumerate(self.connected.get(engine_id, ()))}
+        agents = self.connected.get(engine_id, ())
+        return {agent: (0, rank) for rank, agent in enumerate(agents) if self._shares_heads(rank, len(agents))}
+
+    def _shares_heads(self, rank: int, size: int) -> bool:
+        """Whether this rank and one of another engine of ``size`` ranks have heads in common: vLLM connects only such
+        ranks. An engine has one rank or two.
+        """
+        return self.world.equal_kv or size != self.size or rank == self.rank
 
     def end_pushes(self, engine_id: str, reason: str) -> bool:
         return True
@@ -218,7 +228,7 @@ class Process:
         for engine_id, (began, handshake) in list(self.handshakes.items()):
             engine, nowhere = self.world.engines.get(engine_id), handshake.address.host == NOWHERE
             unanswered = nowhere or (engine is not None and engine.frozen)
-            if unanswered and self.world.now < began + HANDSHAKE_S:
+            if self.world.now < began + (HANDSHAKE_S if unanswered else self.handshake_s):
                 continue
             del self.handshakes[engine_id]
             if engine is None or unanswered:

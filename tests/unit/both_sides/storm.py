@@ -7,12 +7,13 @@ from typing import Any
 
 from layerpush.core.push_mode import PushMode
 from tests.support.fake_transport import Faults
-from tests.unit.both_sides.full import ROOM
 from tests.unit.both_sides.moves import MOVES
 from tests.unit.both_sides.process import D_BLOCKS, P_BLOCKS
 from tests.unit.both_sides.rings import Packing
 from tests.unit.both_sides.world import World
 
+ROOM = 6, 6
+"""Blocks of P and of D with room for one long prompt."""
 FAULT_RATES = {
     "fail_posts": (0.0, 0.0, 0.05),
     "fail_writes": (0.0, 0.0, 0.05),
@@ -25,6 +26,11 @@ FAULT_RATES = {
 """Rates of faults; a world draws one of each kind."""
 
 
+def drawn_decode_ranks(seed: int) -> int:
+    """The number of each D's ranks. Other draws of a world do not depend on it."""
+    return random.Random(f"ranks of D {seed}").choice([1, 2])
+
+
 def stormy(
     seed: int,
     packing: dict[str, Any] | None = None,
@@ -33,12 +39,15 @@ def stormy(
     equal_kv: bool = False,
     verify: float = 0.0,
     turns: bool = False,
+    decode_ranks: int | None = None,
     **fault_rates: Any,
 ) -> World:
     """A world with random faults and packing, except for ``fault_rates`` and ``packing``. With ``equal_kv``, P has two
-    ranks that hold the same. ``turns``: see ``World``.
+    ranks that hold the same. ``turns``: see ``World``. ``decode_ranks``: one or two if it is None.
     """
     draw = random.Random(seed)
+    if decode_ranks is None:
+        decode_ranks = 1 if packing or equal_kv else drawn_decode_ranks(seed)
     fault_rates = {kind: draw.choice(choices) for kind, choices in FAULT_RATES.items()} | fault_rates
     mode, max_in_flight = draw.choices(list(PushMode), (4, 3, 2, 1))[0], draw.choice([1, 2, 4])
     ranks = draw.choice([1, 2])
@@ -58,6 +67,7 @@ def stormy(
         equal_kv=equal_kv,
         verify=verify,
         turns=turns,
+        decode_ranks=decode_ranks,
     )
 
 

@@ -21,6 +21,8 @@ from tests.unit.both_sides.process import D_BLOCKS, LAYERS, P_BLOCKS, Process, P
 from tests.unit.both_sides.rings import Packing
 
 HOME_S = 1500.0
+MISTAKEN = 0.1
+"""The probability that a load names the wrong host for P."""
 DECODERS = ("D", "E")
 
 Engine = PrefillEngine | DecodeEngine
@@ -46,11 +48,17 @@ class World:
         equal_kv: bool = False,
         verify: float = 0.0,
         turns: bool = False,
+        decode_ranks: int = 1,
     ) -> None:
         """``equal_kv``: each of P's ranks holds all KV. Otherwise each has a part of every block. ``verify``: the share
         of pushes by layer whose KV is compared; a D then damages some of its blocks. ``turns``: P keeps turns and
         returns them, as a decode engine does, and D loads them, as a prefill engine does.
+
+        ``decode_ranks``: the ranks of each D, one or two. Each has a part of every block. Two need a P without
+        ``equal_kv``.
         """
+        assert decode_ranks == 1 or not equal_kv
+        self.decode_ranks = decode_ranks
         self.keeps_turns = turns
         self.prefill_blocks, self.decode_blocks = blocks
         self.fabric = FakeFabric(faults, seed, ordered=ordered)
@@ -63,6 +71,7 @@ class World:
         """Draws requests for P's first token, and their sampling parameters."""
         self.routers = random.Random(seed)
         """Draws wrong hosts of P in loads, and heartbeats that connect D to P."""
+        self.mistaken = MISTAKEN
         self.tokens: Counter[str] = Counter()
         """Answers to loads that asked for P's first token: the token, or the reason for its absence."""
         self.now = 1000.0
@@ -83,7 +92,7 @@ class World:
         """Keys of registrations that a rank has pushed whole."""
         self.rewinds = 0
         """Steps that P's scheduler has taken back."""
-        self.completions: Counter[tuple[str, tuple[str, str]]] = Counter()
+        self.completions: Counter[tuple[str, str, tuple[str, str]]] = Counter()
         self.wrongs: list[str] = []
         """Forbidden uses of memory."""
         self.plans: Counter[str] = Counter()
@@ -129,7 +138,7 @@ class World:
         if engine_id == "P":
             self.engines["P"] = PrefillEngine(self, "P", self.ranks)
         else:
-            self.engines[engine_id] = DecodeEngine(self, engine_id)
+            self.engines[engine_id] = DecodeEngine(self, engine_id, self.decode_ranks)
 
     def kill(self, engine_id: str, lingers: int) -> None:
         for process in self.engines.pop(engine_id).processes:
@@ -154,8 +163,8 @@ class World:
         for process in self.running:
             process.turn()
 
-    def note_completion(self, process: Process, registration: Registration) -> None:
-        self.completions[process.name, registration.key] += 1
+    def note_completion(self, process: Process, registration: Registration, agent: str) -> None:
+        self.completions[process.name, agent, registration.key] += 1
 
     # The rules, and the way home.
 
@@ -170,7 +179,7 @@ class World:
     def check_posts(self) -> None:
         """No WRITE is posted from blocks that P gave away. Gathers have a check of their own."""
         for write in self.fabric.writes[self._checked :]:
-            if self.prefill is None or not write.source.alive or write.route.local_descriptors != "kv":
+            if self.prefill is None or not write.source.alive or write.route.local_descriptors == "blocks":
                 continue
             holders = self.prefill.holders
             strays = [block for block in write.local.tolist() if holders.get(block % self.memory_blocks[0]) is None]
@@ -191,6 +200,11 @@ class World:
             self.now, step_s = self.now + step_s, min(step_s * 1.05, 10.0)
         for engine in self.engines.values():
             engine.assert_idle()
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a prompt is not over on P or on a D."""
+        return bool(self.requests or any(engine.loads or engine.queue for engine in self.decoders))
 
     @property
     def is_busy(self) -> bool:
