@@ -220,11 +220,12 @@ S = State
 
 TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     S.REGISTERING: {
-        Registered: {S.WAITING}, RegistrationFailed: {S.CLOSED}, Aborted: {S.CLOSED}, TimedOut: {S.CLOSED},
-        GaveWay: {S.POSTPONED},
+        Registered: {S.WAITING}, RegistrationFailed: {S.CLOSED}, Aborted: {S.ABORTING, S.CLOSED},
+        TimedOut: {S.PARKED, S.CLOSED}, GaveWay: {S.POSTPONED},
     },
     S.POSTPONED: {
-        Registered: {S.UNREGISTERING}, RegistrationFailed: {S.CLOSED}, Aborted: {S.CLOSED}, TimedOut: {S.CLOSED},
+        Registered: {S.UNREGISTERING}, RegistrationFailed: {S.CLOSED}, Aborted: {S.ABORTING, S.CLOSED},
+        TimedOut: {S.PARKED, S.CLOSED},
     },
     S.WAITING: {
         AgentCompleted: {S.WAITING, S.LOADED, S.CLOSED}, AgentFailed: {S.WAITING, S.CANCELLING, S.CLOSED},
@@ -249,11 +250,13 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
         PrefixWritten: {S.CANCELLING},
     },
     S.ABORTING: {
+        Registered: {S.ABORTING}, RegistrationFailed: {S.CLOSED},
         AgentCompleted: {S.ABORTING, S.CLOSED}, AgentFailed: {S.ABORTING, S.CLOSED},
         AgentCancelled: {S.ABORTING, S.CLOSED}, AgentGone: {S.ABORTING, S.CLOSED}, Tick: {S.ABORTING},
         PrefixWritten: {S.ABORTING},
     },
     S.PARKED: {
+        Registered: {S.PARKED}, RegistrationFailed: {S.CLOSED},
         AgentCompleted: {S.PARKED, S.CLOSED}, AgentFailed: {S.PARKED, S.CLOSED},
         AgentCancelled: {S.PARKED, S.CLOSED}, AgentGone: {S.PARKED, S.CLOSED}, Tick: {S.PARKED},
     },

@@ -14,6 +14,9 @@ next state raises ``IllegalTransitionError``.
     PARKED        the load was reported as failed; the blocks are parked until no agent may write
     CLOSED        no agent may write
 
+Another rank of the engine may have registered, and P writes to all ranks then. So a rank that still connects goes on
+when its request is aborted or overdue, and asks the agents to stop.
+
 The load that owns the session (``decode.load.Load``) calls ``handle`` on the writer thread and performs the actions.
 Other objects may read the fields; only the session writes them.
 
@@ -69,12 +72,13 @@ class LoadSession(Machine[State, Event, Action]):
     """See the module's text.
 
     ``cancel_timeout_s``: seconds for which the engine's request waits for agents that do not answer a ``Cancel``.
+    ``ranks``: this engine's. P writes to all of them once one has registered.
     """
 
     TRANSITIONS: ClassVar = TRANSITIONS
     IGNORED: ClassVar = IGNORED
 
-    def __init__(self, request_id: str, cancel_timeout_s: float) -> None:
+    def __init__(self, request_id: str, cancel_timeout_s: float, ranks: int = 1) -> None:
         super().__init__(request_id, State.REGISTERING)
         self.agents: frozenset[str] = frozenset()
         self.statuses: dict[str, FinalStatus] = {}
@@ -83,6 +87,7 @@ class LoadSession(Machine[State, Event, Action]):
         """Whether something that has landed is wrong, or P doubts it: the load fails, and nothing of it is kept."""
         self.first_token: int | Missing = "not_promised"
         self._cancel_timeout_s = cancel_timeout_s
+        self._ranks = ranks
         self._retry_s = RETRY_S
         self._needed = 1
         self._asked_at = 0.0
@@ -100,13 +105,18 @@ class LoadSession(Machine[State, Event, Action]):
 
     @property
     def is_unsent(self) -> bool:
-        """Whether this rank has sent the registration to no agent yet."""
-        return self.state in (S.REGISTERING, S.POSTPONED)
+        """Whether this rank may still send the registration, and has sent it to no agent."""
+        return not self.agents and self.state is not S.CLOSED
 
     @property
     def open_agents(self) -> frozenset[str]:
         """The agents that may write into the request's blocks now or later."""
         return self.agents - self.statuses.keys()
+
+    @property
+    def _may_be_written(self) -> bool:
+        """Whether an agent may write into the request's blocks, perhaps one that only another rank has reached."""
+        return bool(self.open_agents) or (not self.agents and self._ranks > 1)
 
     @property
     def landed(self) -> int:
@@ -119,7 +129,7 @@ class LoadSession(Machine[State, Event, Action]):
         """
         if self.state is S.LOADED:
             return max(now, self._token_until)
-        if self.state not in (S.UNREGISTERING, S.CANCELLING, S.ABORTING, S.PARKED):
+        if not self.agents or self.state not in (S.UNREGISTERING, S.CANCELLING, S.ABORTING, S.PARKED):
             return None
         due = self._asked_at + self._retry_s
         return max(now, min(due, self._park_at) if self.state is S.CANCELLING else due)
@@ -133,13 +143,14 @@ class LoadSession(Machine[State, Event, Action]):
         return self._complete or not self.open_agents
 
     def _on_registered(self, event: load_protocol.Registered, actions: list[Action]) -> State:
-        if not event.agents:
-            raise IllegalTransitionError(f"{self.request_id}: registered with nobody")
+        if not event.agents or self.agents:
+            raise IllegalTransitionError(f"{self.request_id}: registered with nobody, or again")
         self.agents = event.agents
         if self.state is S.REGISTERING:
             return S.WAITING
-        self._ask(actions, S.UNREGISTERING)
-        return S.UNREGISTERING
+        state = S.UNREGISTERING if self.state is S.POSTPONED else self.state
+        self._ask(actions, state)
+        return state
 
     def _on_completed(self, event: load_protocol.AgentCompleted, actions: list[Action]) -> State:
         if event.agent in self.open_agents:
@@ -202,22 +213,25 @@ class LoadSession(Machine[State, Event, Action]):
         return self._fail(event.reason, actions) if event.agent in self.open_agents else self.state
 
     def _on_aborted(self, event: load_protocol.Aborted, actions: list[Action]) -> State:
-        if self.state is S.LOADED or not self.open_agents:
+        if self.state is S.LOADED or not self._may_be_written:
             self.cause = event.reason
             actions.append(ReportAborted(event.reason))
             return S.CLOSED
-        self._fail(event.reason, actions)
+        if self.agents:
+            self._fail(event.reason, actions)
+        self.cause = self.cause or event.reason
         return S.ABORTING
 
-    def _on_reason(
-        self, event: load_protocol.RegistrationFailed | load_protocol.TimedOut, actions: list[Action]
-    ) -> State:
+    def _on_registration_failed(self, event: load_protocol.RegistrationFailed, actions: list[Action]) -> State:
+        return self._close(event.reason, actions)
+
+    def _on_timed_out(self, event: load_protocol.TimedOut, actions: list[Action]) -> State:
         return self._fail(event.reason, actions)
 
     def _on_tick(self, _: load_protocol.Tick, actions: list[Action]) -> State:
         if self.state is S.LOADED:
             return self._close(None, actions) if self.now >= self._token_until else self.state
-        if self.now >= self._asked_at + self._retry_s:
+        if self.agents and self.now >= self._asked_at + self._retry_s:
             self._retry_s = max(self._retry_s, min(2 * self._retry_s, self._cancel_timeout_s))
             self._ask(actions, self.state)
         if self.state is S.CANCELLING and self.now >= self._park_at:
@@ -240,8 +254,11 @@ class LoadSession(Machine[State, Event, Action]):
     def _fail(self, cause: str, actions: list[Action]) -> State:
         """The load cannot succeed any more. The agents that may write are asked to stop, unless they were asked."""
         self.cause = self.cause or cause
-        if not self.open_agents:
+        if not self._may_be_written:
             return self._close(cause, actions)
+        if self.state in (S.REGISTERING, S.POSTPONED):
+            actions.append(Park(self.cause))
+            return S.PARKED
         if self.state not in (S.WAITING, S.UNREGISTERING):
             return self.state
         self._park_at = self.now + self._cancel_timeout_s
@@ -268,7 +285,7 @@ class LoadSession(Machine[State, Event, Action]):
 
     HANDLERS: ClassVar = {
         load_protocol.Registered: _on_registered,
-        load_protocol.RegistrationFailed: _on_reason,
+        load_protocol.RegistrationFailed: _on_registration_failed,
         load_protocol.AgentCompleted: _on_completed,
         load_protocol.TokenPromised: _on_token_promised,
         load_protocol.TokenArrived: _on_token_arrived,
@@ -280,6 +297,6 @@ class LoadSession(Machine[State, Event, Action]):
         load_protocol.AgentGone: _on_gone,
         load_protocol.AgentSilent: _on_silent,
         load_protocol.Aborted: _on_aborted,
-        load_protocol.TimedOut: _on_reason,
+        load_protocol.TimedOut: _on_timed_out,
         load_protocol.Tick: _on_tick,
     }

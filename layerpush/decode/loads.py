@@ -118,7 +118,7 @@ class Loads:
         record = self._record(request_id, now)
         record.prefill_request_id, record.prefill_engine_id = registration.prefill_request_id, address.engine_id
         record.blocks = registration.blocks
-        session = LoadSession(request_id, self._cancel_timeout_s)
+        session = LoadSession(request_id, self._cancel_timeout_s, self._worker.world_size)
         load = self._open[request_id] = Load(
             registration, payload, address, session, record, self._worker, self.peers, self._outcomes, self._checks
         )

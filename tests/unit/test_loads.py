@@ -792,6 +792,22 @@ def test_an_abort_before_the_registration_declines_the_load_and_sends_no_other_m
     assert world.is_over()
 
 
+@pytest.mark.parametrize("end", ["abort", "time_out"])
+def test_a_rank_that_still_connects_asks_p_before_its_blocks_are_free(end: str) -> None:
+    """Another rank of D may have registered, and P writes to all of them then."""
+    world = World(world_size=2)
+    world.engine.known.add("r")
+    world.loads.register(registration(), P, EXTRA, world.now)
+    getattr(world.loads, end)("r", "over", world.now)
+    world.tick()
+    assert world.reports == ([] if end == "abort" else ["parked", "failed"])
+    world.settle()
+    assert [type(message) for _, message in world.sent()] == [Registration, Cancel]
+    world.receives(Cancelled("r"))
+    assert world.reports == (["failed"] if end == "abort" else ["parked", "failed", "cleared"])
+    assert world.is_over()
+
+
 def test_an_abort_or_timeout_of_an_unknown_or_finished_load_is_ignored() -> None:
     world = World()
     world.loads.abort("r", "aborted", world.now)

@@ -56,6 +56,12 @@ def every_rank_unregisters_as_rank_0(patch: Patch) -> None:
     _all_as_rank_0(patch, LoadUnregistered)
 
 
+@mutant(seed=17, turns=True, decode_ranks=2)
+def a_rank_that_still_connects_gives_its_blocks_back(patch: Patch) -> None:
+    """Another rank has registered, and P writes to both."""
+    patch.setattr(LoadSession, "_may_be_written", property(lambda self: bool(self.open_agents)))
+
+
 @mutant(seed=125, decode_ranks=2)
 def the_first_rank_that_clears_frees_the_blocks(patch: Patch) -> None:
     def mutated(self: BlockHolds, request_id: str, _: int) -> None:
