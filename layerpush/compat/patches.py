@@ -103,7 +103,7 @@ PATCHES = (
             ),
             Target(
                 _FRONT_END,
-                "vllm.entrypoints.serve.exception_handling.handlers.validation:validation_exception_handler",
+                "vllm.entrypoints.serve.exception_handling.register:validation_exception_handler",
                 f"{_COMPAT}.refusals:reporting_invalid_bodies",
             ),
             Target(
