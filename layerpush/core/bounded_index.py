@@ -12,6 +12,8 @@ from layerpush.core.sizes import size_of
 
 V = TypeVar("V")
 
+EXPIRED_AT_ONCE = 64
+"""Values that ``expire`` forgets in one call: its caller has other work."""
 ENTRY_BYTES = 512
 """Bytes of an entry without its value and names."""
 
@@ -85,9 +87,9 @@ class BoundedIndex(Generic[V]):
         return [self._drop(number) for number in self._numbers_of(names)]
 
     def expire(self, now: float) -> list[V]:
-        """Forget and return the values that are too old."""
-        dropped = []
-        while self._entries:
+        """Forget and return values that are too old, at most ``EXPIRED_AT_ONCE``."""
+        dropped: list[V] = []
+        while self._entries and len(dropped) < EXPIRED_AT_ONCE:
             number, entry = next(iter(self._entries.items()))
             if entry.deadline > now:
                 break

@@ -52,6 +52,8 @@ NAMED_CHARS = 256
 """``Queued`` leaves out longer names, to stay small."""
 QUEUED_VERSION = 2
 """The version of our messages that has ``Queued``, ``Unregister`` and ``Unregistered``."""
+TIMED_OUT_AT_ONCE = 64
+"""Claims that time out in one tick for one reason. Pushes must go on when many do."""
 OTHER_PROMPT_S = 0.5
 """Seconds for which a claim waits for a request with its prompt while its name has another one. A router may give one
 id to two requests, and they may come in any order.
@@ -319,10 +321,15 @@ class Claims:
         )
 
     def _time_out_older(self, age_s: float, is_hopeless: Callable[[Named], bool], reason: str, now: float) -> None:
+        left = TIMED_OUT_AT_ONCE
         for since, claim in self._claims.waiting.older_than(age_s, now):
             if not self._prompts.is_complete(since, now):
                 return
             if claim.registration is not None and claim.registration.layerpush and is_hopeless(claim.registration):
+                if not left:
+                    self._poll_at = now  # the next tick goes on
+                    return
+                left -= 1
                 self._log_refusal(claim, reason, now)
                 self._handle(claim, protocol.TimedOut(reason), now)
 

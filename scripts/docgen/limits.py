@@ -25,6 +25,7 @@ MESSAGES = (
     ("a heartbeat", wire.MAX_HEARTBEAT_BYTES, "bytes", _DROPPED),
     ("any other notification", wire.MAX_MESSAGE_BYTES, "bytes", _DROPPED),
     ("notifications in a turn of the writer thread", inbox.MESSAGES_PER_TURN, "", "the next turn takes them"),
+    ("a turn's messages, but for the last one", inbox.TURN_S, "seconds", "the next turn takes them"),
     ("an id, the name of an engine or agent", wire.MAX_ID_CHARS, "characters", _DROPPED),
     ("a request's id in vLLM's front end", request_params.MAX_OUTER_ID_CHARS, "characters", "refused"),
     ("a host", wire.MAX_HOST_CHARS, "characters", _DROPPED),

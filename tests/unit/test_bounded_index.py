@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerpush.core.bounded_index import ENTRY_BYTES, BoundedIndex
+from layerpush.core.bounded_index import ENTRY_BYTES, EXPIRED_AT_ONCE, BoundedIndex
 from layerpush.core.sizes import size_of
 from tests.unit.builders import registration
 
@@ -64,6 +64,16 @@ def test_values_expire() -> None:
     assert index.find("ab", 10.0) == [("b",)]
     assert index.add(("c",), "c", 10.0) == [("a",)]
     assert index.expire(15.0) == [("b",)]
+
+
+def test_many_values_expire_in_several_calls() -> None:
+    index = BoundedIndex[int](1000, 1 << 20, kept_s=10.0)
+    for number in range(EXPIRED_AT_ONCE + 1):
+        index.add(number, [number], 0.0)
+    assert index.find([0], 10.0) == [], "it is too old, although it is still there"
+    assert index.expire(10.0) == list(range(EXPIRED_AT_ONCE))
+    assert index.expires_at == 10.0
+    assert index.expire(10.0) == [EXPIRED_AT_ONCE]
 
 
 @pytest.mark.parametrize("blocks", [1, 1000])

@@ -39,6 +39,7 @@ from layerpush.prefill.claims import (
     REFUSED,
     RESTARTED,
     SPARE_ANSWER,
+    TIMED_OUT_AT_ONCE,
     Claims,
 )
 from layerpush.prefill.links import address_of
@@ -836,6 +837,23 @@ def test_a_flood_of_unknown_requests_is_one_log_line(caplog: pytest.LogCaptureFi
     refused = [line for line in lines if "no push for" in line]
     assert refused == [f"layerpush: no push for {one}" for one in ("a/d: aborted", f"r0/d: {UNKNOWN.reason}")]
     assert world.peer_errors.counts == {"unknown request": 30, "refused registration": 1}
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_many_registrations_time_out_in_several_ticks(turns: bool) -> None:
+    """Pushes go on meanwhile: each tick ends soon, and the next one is due at once."""
+    world, many = World(), 3 * TIMED_OUT_AT_ONCE
+    for number in range(many):
+        wanted = msgspec.structs.replace(asks_for_turn(), request_id=f"r{number}/d", prefill_request_id=f"t{number}/p")
+        world.receives(wanted if turns else asks(f"r{number}/d"))
+    world.tick(UNKNOWN_S - 1.0 if not turns else 0.0)
+    world.received()
+    world.tick(2.0)
+    for left in range(many - TIMED_OUT_AT_ONCE, 0, -TIMED_OUT_AT_ONCE):
+        assert (len(world.received()), world.claims.pending) == (TIMED_OUT_AT_ONCE, left)
+        assert world.claims.next_due(world.now) == world.now
+        world.tick()
+    assert (len(world.received()), world.claims.pending) == (TIMED_OUT_AT_ONCE, 0)
 
 
 # A router that gives both engines the same transfer_id.

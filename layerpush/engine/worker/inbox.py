@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 from layerpush.core.wire import (
     MAX_ID_CHARS,
@@ -52,6 +52,8 @@ from layerpush.transport.idle_connections import IdleConnections
 logger = logging.getLogger(f"vllm.{__name__}")
 
 MESSAGES_PER_TURN = 256
+TURN_S = 5e-3
+"""Seconds after which a turn takes no other message. The longest legal one takes some 0.1 s by itself."""
 
 
 class Inbox:
@@ -87,24 +89,31 @@ class Inbox:
         return bool(self._waiting)
 
     def deliver(self) -> bool:
-        """Hand over notifications that have arrived, at most ``MESSAGES_PER_TURN``: pushes must go on in a flood.
-        Returns whether there were any.
+        """Hand over notifications that have arrived, at most ``MESSAGES_PER_TURN``, and none after ``TURN_S``: pushes
+        must go on in a flood. Returns whether there were any.
+
+        One flush is enough for a turn: all that it hands over had arrived before.
         """
-        batch = self._arrived()
-        if not batch:
-            return False
-        arrived = list(self._read(batch))
-        landed = Completion | Completed | PrefixLanded
-        failure = self._flushed() if any(isinstance(message, landed) for _, message, _, _ in arrived) else None
-        for agent, message, payload, now in arrived:
+        if not self._waiting:
+            self._waiting.extend(self._notifications())
+        found, until = bool(self._waiting), time.perf_counter() + TURN_S
+        flushed, failure = False, None
+        for _ in range(min(MESSAGES_PER_TURN, len(self._waiting))):
+            agent, payload = self._waiting.popleft()
+            now = time.perf_counter()
+            message = self._read(agent, payload, now)
+            if isinstance(message, Completion | Completed | PrefixLanded) and not flushed:
+                flushed, failure = True, self._flushed()
             try:
                 if failure is not None and isinstance(message, Completion | Completed):
                     self._loads.on_invisible(agent, message, payload, failure, now)
-                elif failure is None or not isinstance(message, PrefixLanded):
+                elif message is not None and (failure is None or not isinstance(message, PrefixLanded)):
                     self._hand_over(agent, message, payload, now)
             except Exception as error:  # noqa: BLE001  a defect of ours costs one message, never the thread
                 self._defects.count("defect", f"{type(message).__name__} from {agent} failed", now, error)
-        return True
+            if time.perf_counter() >= until:
+                break
+        return found
 
     def _flushed(self) -> str | None:
         """Make WRITEs that landed visible. Returns the reason of a failure: only the bytes of these WRITEs are lost."""
@@ -116,18 +125,15 @@ class Inbox:
             return failure
         return None
 
-    def _read(self, batch: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, Message, bytes, float]]:
-        for agent, payload in batch:
-            now = time.perf_counter()
-            if len(agent) > MAX_ID_CHARS:
-                self._peer_errors.count("bad notification", f"an agent's name has {len(agent)} characters", now)
-                continue
-            try:
-                yield agent, read(payload), payload, now
-            except WireError as error:
-                self._peer_errors.count(
-                    "bad notification", f"a message that agent {agent} sent is dropped: {error}", now
-                )
+    def _read(self, agent: str, payload: bytes, now: float) -> Message | None:
+        try:
+            if len(agent) <= MAX_ID_CHARS:
+                return read(payload)
+            text = f"an agent's name has {len(agent)} characters"
+        except WireError as error:
+            text = f"a message that agent {agent} sent is dropped: {error}"
+        self._peer_errors.count("bad notification", text, now)
+        return None
 
     def _hand_over(self, agent: str, message: Message, payload: bytes, now: float) -> None:
         match message:
@@ -150,12 +156,6 @@ class Inbox:
             case Pong():
                 self._loads.on_pong(agent, now)
                 self._idle.on_pong(agent, now)
-
-    def _arrived(self) -> list[tuple[str, bytes]]:
-        """The next notifications. More are read from NIXL when all that were read are handed over."""
-        if not self._waiting:
-            self._waiting.extend(self._notifications())
-        return [self._waiting.popleft() for _ in range(min(MESSAGES_PER_TURN, len(self._waiting)))]
 
     def _notifications(self) -> list[tuple[str, bytes]]:
         try:
