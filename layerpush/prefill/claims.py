@@ -8,8 +8,8 @@ A claim without a request times out after ``unknown_timeout_s`` seconds if the e
 request, and after ``OTHER_PROMPT_S`` seconds if every request of its name has another prompt.
 
 If a registration comes from an agent that is no connected rank of its engine, the engine was restarted, or another
-engine uses its name. It is held until the side channel of the connected engine has answered. If that one lives, another
-engine's registrations are refused. If that one answers none of ``PROBES`` questions, the other engine has its name.
+engine uses its name. It is held until the side channel of the connected engine has answered. ``Connections`` decides
+between two engines: if both live, the registrations of the second one are refused.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from layerpush.prefill.push_protocol import ReportFailure, SendFirstToken
 from layerpush.prefill.pushes import Pushes
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.connections import Connections, Probe
+from layerpush.transport.peers import Address
 
 PROBES = 5
 POLL_EVERY_S = 0.25
@@ -123,7 +124,7 @@ class Claims:
         if self._connections.closing(engine_id) is not None:
             self.peers.hold(sender, registration)
         elif self._is_from_unconnected_agent(sender, registration, claim):
-            self._hold(sender, registration)
+            self._hold(sender, registration, now)
         elif self._has_other_size(sender, registration):
             self.peers.hold(sender, registration)
             self._connections.close(engine_id, OTHER_SIZE)
@@ -495,9 +496,14 @@ class Claims:
         known = self._connections.agents(registration.decode_engine_id)
         return found is not None and sender in known and found.tp_size != registration.decode_tp_size
 
-    def _hold(self, sender: str, registration: Registration) -> None:
+    def _hold(self, sender: str, registration: Registration, now: float) -> None:
         engine_id = registration.decode_engine_id
-        if self.peers.hold(sender, registration):
+        if not self.peers.hold(sender, registration):
+            return
+        address = address_of(registration)
+        if self._connections.is_elsewhere(address):
+            self._connections.reach(address, partial(self._on_decided, address), now, tries=1)
+        else:
             self._ask_about(engine_id, next(iter(self._connections.agents(engine_id))), PROBES)
 
     def _ask_about(self, engine_id: str, agent: str, left: int) -> None:
@@ -511,13 +517,18 @@ class Claims:
         elif verdict is Verdict.UNKNOWN and left > 1:
             self._ask_about(engine_id, agent, left - 1)
         elif verdict.ended:
-            self._drop_waiting(engine_id, now)
+            for claim in [each for each in self._claims.waiting if each.key[0] == engine_id]:
+                self._handle(claim, protocol.Dropped(), now)
             self._connections.close(engine_id, "the decode engine was restarted")
-        elif verdict is Verdict.UNKNOWN and (other := self.peers.held_elsewhere(engine_id)) is not None:
-            self._drop_waiting(engine_id, now)
-            self._connections.retire(other, now)
         else:
             self._reject_held(engine_id, now)
+
+    def _on_decided(self, address: Address, _: str | None, now: float) -> None:
+        """It is known whether the engine lives at this address, from which it has registered."""
+        if self._connections.is_elsewhere(address):
+            self._reject_held(address.engine_id, now)
+        else:
+            self._take_held(address.engine_id, now)
 
     def _reject_held(self, engine_id: str, now: float) -> None:
         refused: list[tuple[Registration, Fail]] = []
@@ -528,11 +539,6 @@ class Claims:
             if isinstance(claim.answer, Fail) and claim.is_equal(registration):
                 refused.append((registration, claim.answer))
         self.peers.refuse(refused)
-
-    def _drop_waiting(self, engine_id: str, now: float) -> None:
-        """The process that sent these registrations is gone."""
-        for claim in [each for each in self._claims.waiting if each.key[0] == engine_id]:
-            self._handle(claim, protocol.Dropped(), now)
 
     def _take_held(self, engine_id: str, now: float) -> None:
         for sender, registration in self.peers.take_held(engine_id):

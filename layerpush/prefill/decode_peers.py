@@ -133,11 +133,6 @@ class DecodePeers:
         if rank is not None:
             self._probe(agent, rank, address, on_verdict)
 
-    def held_elsewhere(self, engine_id: str) -> Address | None:
-        """The address of an engine with this name that is not the connected one, if it has registered; else None."""
-        addresses = [address_of(registration) for _, registration in self._held.find([engine_id])]
-        return next(filter(self._connections.is_elsewhere, addresses), None)
-
     def reject_held(self, engine_id: str, now: float) -> list[tuple[str, Registration, str]]:
         """The engine that we are connected to lives, so another process sent these registrations. Returns those that
         come from another address, each with its sender and the reason of its refusal.

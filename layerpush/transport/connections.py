@@ -22,6 +22,8 @@ RETRY_S = 1.0
 TRIES = 3
 WAITING_KEPT = 4096
 MAX_DOUBTS = 8
+UNANSWERED = 2
+"""Questions to the connected process that have no answer when another process gets its name."""
 FIRST: Rank = (0, 0)
 LOST = "the connection to the decode engine was lost"
 DROPPED = "the connection to the decode engine was dropped"
@@ -345,33 +347,35 @@ class Connections:
             self.found_at(address)
             self._resume(address, now)
         elif verdict is Verdict.REPLACED:
-            self._probe(agent, agents[agent], found, partial(self._on_incumbent, address, agent))
+            self._probe(agent, agents[agent], found, partial(self._on_incumbent, address, agent, UNANSWERED))
         elif verdict is Verdict.ENDED and rank != FIRST:  # another process may have fewer ranks
             self._ask(address, agent, FIRST)
         else:
             for caller in self._doubts.pop(address):
                 caller.then(_disagreement(found, caller.address), now)
 
-    def _on_incumbent(self, address: Address, agent: str, verdict: Verdict, now: float) -> None:
-        found = self.address(address.engine_id)
-        if agent in self.agents(address.engine_id) and found is not None:
-            if verdict.lives:
-                for caller in self._doubts.pop(address):
-                    caller.then(two_engines(found, address), now)
-                return
-            self.retire(address, now)
-        self._resume(address, now)
+    def _on_incumbent(self, address: Address, agent: str, left: int, verdict: Verdict, now: float) -> None:
+        agents, found = self.agents(address.engine_id), self.address(address.engine_id)
+        if agent not in agents or found is None:
+            self._resume(address, now)
+        elif verdict.lives:
+            for caller in self._doubts.pop(address):
+                caller.then(two_engines(found, address), now)
+        elif verdict is Verdict.UNKNOWN and left > 1:  # it may be busy
+            self._probe(agent, agents[agent], found, partial(self._on_incumbent, address, agent, left - 1))
+        else:
+            self._retire(found, address, now)
+            self._resume(address, now)
 
     def _resume(self, address: Address, now: float) -> None:
         for caller in self._doubts.pop(address):
             self.reach(caller.address, caller.then, now, caller.tries)
 
-    def retire(self, address: Address, now: float) -> None:
+    def _retire(self, found: Address, address: Address, now: float) -> None:
         """The connected process of this name does not answer, and another one lives at ``address``. It gets no new push
         and no new registration. What may still come from it, or land there, keeps its agents until it ends.
         """
-        engine_id = address.engine_id
-        peer, found = self.peers[engine_id], self.address(engine_id) or address
+        engine_id, peer = address.engine_id, self.peers[address.engine_id]
         logger.warning(
             "layerpush: engine %s at %s:%d does not answer, and another process has its id at %s:%d: that one counts",
             engine_id,

@@ -1350,10 +1350,13 @@ def test_messages_to_other_engines_are_sent_at_once() -> None:
 def strange(host: str = "10.0.0.7", allowed: tuple[str, ...] | None = None) -> tuple[World, Registration]:
     """D is connected; another agent registers as D. D's side channel is asked about the known agent."""
     world = World(allowed_hosts=allowed)
-    known, newer = world.served(), asks("n/d", host=host, contact=b"contact of d-new")
+    contact = b"contact of d-new" if allowed is None else b"contact of somebody else"
+    known, newer = world.served(), asks("n/d", host=host, contact=contact)
     world.begin("n/p")
     world.receives(newer, "d-new")
     assert "n/p" not in world.pushes
+    if host != "10.0.0.7":
+        assert world.asked(Verdict.REPLACED) == [("d-0", (0, 0), address_of(newer))]
     assert [(one.agent, one.address) for one in world.probe.asked] == [("d-0", address_of(known))]
     return world, newer
 
@@ -1412,11 +1415,11 @@ def test_the_second_of_two_living_engines_is_refused(
 ) -> None:
     """P has written to it nowhere, so it may use its blocks again."""
     world, newer = strange("10.6.6.6", allowed)
-    other = asks("m/d", host="10.6.6.6", contact=b"contact of d-new")
+    other = asks("m/d", host="10.6.6.6", contact=newer.contact)
     world.search.named = {"10.6.6.6": (b"contact of d-new",)}
-    for again in (newer, other):
+    for again in (newer, other, newer):
         world.receives(again, "d-new")
-    world.probe.answer(Verdict.SPEAKS_LAYERPUSH)
+    world.asked(Verdict.SPEAKS_LAYERPUSH)
     refused = [failure(TWO, request_id=each.request_id, epoch=0) for each in (newer, other)]
     assert sorted({*world.received("d-new")}, key=lambda each: each.request_id, reverse=True) == refused
     assert f"agent d-new registers n/d: {TWO}" in caplog.text
@@ -1431,10 +1434,9 @@ def test_an_engine_that_answers_no_probe_is_replaced_by_one_that_registers() -> 
     world, newer = strange("10.6.6.6")
     world.network.written_to = world.writer.engines_in_flight = {"D"}
     world.network.listening["D"] = ("d-new",)
-    for _ in range(PROBES):
+    while world.probe.asked:
         assert "n/p" not in world.pushes
-        world.probe.answer(Verdict.UNKNOWN)
-    world.settle()
+        world.asked(Verdict.UNKNOWN)
     assert world.network.retired == {"d-0", "d-1"}
     assert world.connections.address("D") == address_of(newer)
     assert world.writer.failed == [("D", DROPPED)]
@@ -1450,13 +1452,23 @@ def test_an_engine_that_answers_no_probe_is_replaced_by_one_that_registers() -> 
     assert world.network.retired == set()
 
 
+def test_answers_that_were_kept_for_an_engine_do_not_go_to_its_namesake() -> None:
+    world, _ = doomed()
+    world.network.listening["D"] = ("d-new",)
+    world.receives(asks("n/d", host="10.6.6.6"), "d-new")
+    drops(world)
+    world.begin("n/p")
+    world.tick()
+    assert {message.request_id for message in world.received("d-new")} == {"n/d"}
+
+
 def test_a_registration_shows_another_address_of_its_sender() -> None:
     """A turn's request may have named it otherwise."""
     world = World("a/p")
     world.receives(asks(host="d.local"))
     assert world.pushes == {"a/p": "a/d"}
     world.receives(asks("n/d", host="d.local"), "d-2")
-    world.probe.answer(Verdict.ALIVE)
+    assert world.asked(Verdict.ALIVE) == [("d-0", (0, 0), address_of(asks()))]
     assert {agent for agent, _ in world.mail.taken()} == {"d-0", "d-1"}, "d-2 is no engine of its own"
 
 

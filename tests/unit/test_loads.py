@@ -1076,8 +1076,8 @@ def replaced() -> World:
     world.network.listening = {"P": ("new-0",)}
     world.engine.known |= {"s"}
     world.loads.register(registration("s"), MOVED, EXTRA, world.now)
-    world.asked(Verdict.REPLACED)
-    world.asked(Verdict.UNKNOWN)
+    for verdict in (Verdict.REPLACED, Verdict.UNKNOWN, Verdict.UNKNOWN):
+        world.asked(verdict)
     assert [agent for agent, _ in world.sent()] == ["new-0"]
     return world
 
