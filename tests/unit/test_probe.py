@@ -311,6 +311,7 @@ def test_a_probe_leaves_no_file_or_thread_open() -> None:
         for _ in range(60):
             verdicts.add(probe(HOST, alive, NAME, 0))
             verdicts.add(probe(HOST, ours, NAME, 0))
+            verdicts.add(probe(HOST, ours, OTHER, 0, engine_id="p"))
             verdicts.add(probe(HOST, refused, NAME, 0))
             verdicts.add(probe(HOST, hostile, NAME, 0))
             verdicts.add(probe(HOST, silent, NAME, 0, timeout_s=0.01))
@@ -354,7 +355,7 @@ class HeldProbe:
         self.let = self._let.set
         monkeypatch.setattr(probe_module, "probe", self._probe)
 
-    def _probe(self, *_: Any) -> Verdict:
+    def _probe(self, *_: Any, **__: Any) -> Verdict:
         self._probing.set()
         self._let.wait(20)
         return Verdict.ENDED
@@ -383,7 +384,7 @@ def test_a_probe_beyond_the_queue_limit_gets_its_verdict_at_once(
 def test_a_defect_costs_one_verdict_only(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([ZeroDivisionError(), Verdict.ALIVE])
 
-    def answered(*_: Any) -> Verdict:
+    def answered(*_: Any, **__: Any) -> Verdict:
         one = next(answers)
         if isinstance(one, Exception):
             raise one
