@@ -91,10 +91,10 @@ class FakeSlots(EngineSlots):
 
     def __init__(self, *names: str) -> None:
         self.slots = {name: EngineSlot(FakeEngine(name)) for name in names}
-        self.replaced: list[tuple[str, bool]] = []
+        self.replaced: list[tuple[str, bool, bool]] = []
 
-    def replace(self, name: str, *, same_id: bool) -> None:
-        self.replaced.append((name, same_id))
+    def replace(self, name: str, *, same_id: bool, same_port: bool) -> None:
+        self.replaced.append((name, same_id, same_port))
 
 
 class SoakRig:

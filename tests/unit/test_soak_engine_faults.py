@@ -59,8 +59,10 @@ def test_every_kind_acts_on_the_side_in_its_name(kind, monkeypatch: pytest.Monke
     assert rig.struck == [kind.name]
 
 
-@pytest.mark.parametrize(("name", "same_id"), [("kill-p", True), ("kill-d-new", False)])
-def test_a_killed_engine_comes_back(name: str, same_id: bool):
+@pytest.mark.parametrize(
+    ("name", "same_id", "same_port"), [("kill-p", True, True), ("kill-d-new", False, False), ("move-d", True, False)]
+)
+def test_a_killed_engine_comes_back(name: str, same_id: bool, same_port: bool):
     rig = Rig()
     rig.strike(name)
     [(killed, signals)] = rig.signals().items()
@@ -69,7 +71,7 @@ def test_a_killed_engine_comes_back(name: str, same_id: bool):
     rig.engine_faults.ended(rig.slots[killed])
     assert rig.engine_faults.outstanding == 1
     rig.schedule.run_due(LATER)
-    assert rig.slots.replaced == [(killed, same_id)]
+    assert rig.slots.replaced == [(killed, same_id, same_port)]
     assert rig.engine_faults.outstanding == 0
 
 
@@ -81,9 +83,10 @@ def test_a_stopped_engine_continues_later():
     assert list(rig.signals().values()) == [["pause", "resume"]]
 
 
-def test_a_failed_shutdown_is_reported():
+@pytest.mark.parametrize("name", ["shutdown-p", "writer-d"])
+def test_an_engine_that_does_not_end_is_reported(name: str):
     rig = Rig()
-    rig.strike("shutdown-p")
+    rig.strike(name)
     rig.schedule.run_due(LATER)
     assert len(rig.stuck) == 1
 

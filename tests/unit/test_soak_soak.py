@@ -57,7 +57,7 @@ def test_an_unexpected_engine_death_is_a_problem_and_is_replaced():
     assert rig.ills() == ["death"]
     assert "KeyError" in rig.tally.problems[0].text
     rig.soak._schedule.run_due(LATER)
-    assert rig.slots.replaced == [("D1", True)]
+    assert rig.slots.replaced == [("D1", True, True)]
 
 
 def test_an_intended_engine_death_is_no_problem():

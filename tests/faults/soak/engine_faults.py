@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from tests.e2e import wirefaults
 from tests.faults.soak import noise, scripted
@@ -18,11 +19,20 @@ from tests.faults.soak.specs import PEER_TIMEOUT_S, WRITE_TIMEOUT_S
 RETRY_S = 0.2
 RESTART_S = (0.0, 1.0, 5.0)
 SHUTDOWN_S = 20.0
+DEAD_THREAD_S = 10.0
 LONG_S = 32.0  # longer than any deadline, and than outcomes wait for a stopped main thread
 # Seconds beyond a deadline: in time for the first answer to it, or after D has parked its blocks.
 BEYOND_S = (1.0, PEER_TIMEOUT_S + 2.0, PEER_TIMEOUT_S + 6.0)
 BURST = 3
 OUR_MESSAGES = ("accepted", "fail", "cancelled", "pong", "cancel", "ping", "prefixlanded")
+
+
+class Restart(NamedTuple):
+    """How an ended engine comes back, and after how many seconds."""
+
+    same_id: bool
+    same_port: bool
+    after_s: float
 
 
 class EngineFaults:
@@ -44,7 +54,7 @@ class EngineFaults:
     ) -> None:
         self._slots, self._schedule = slots, schedule
         self._struck, self._skipped, self._busy, self._burst, self._stuck = struck, skipped, busy, burst, stuck
-        self._restarts: dict[str, tuple[bool, float]] = {}
+        self._restarts: dict[str, Restart] = {}
         self.outstanding = 0
 
     def strike(self, fault: PlannedFault, until: float) -> None:
@@ -67,23 +77,30 @@ class EngineFaults:
     def leave(self, slot: EngineSlot) -> None:
         """An engine ends by itself: restart it under its own id."""
         slot.leaving = True
-        self._restarts.setdefault(slot.name, (True, 0.0))
+        self._restarts.setdefault(slot.name, Restart(True, True, 0.0))
 
     def ended(self, slot: EngineSlot) -> None:
-        """An engine has ended as planned: put another in its place after a while."""
-        same_id, after = self._restarts.pop(slot.name)
-        self._outlast(after, partial(self._slots.replace, slot.name, same_id=same_id))
+        """An engine has ended as planned: start another one for it after a while."""
+        again = self._restarts.pop(slot.name)
+        act = partial(self._slots.replace, slot.name, same_id=again.same_id, same_port=again.same_port)
+        self._outlast(again.after_s, act)
 
     def _inject(self, kind: Kind, slot: EngineSlot, rng: random.Random) -> None:
         self._struck(kind.name)
         match kind.name:
-            case "kill-p" | "kill-d" | "kill-p-new" | "kill-d-new":
-                self._leave(slot, not kind.name.endswith("-new"), rng)
+            case "kill-p" | "kill-d" | "kill-p-new" | "kill-d-new" | "move-p" | "move-d":
+                new = kind.name.endswith("-new")
+                self._leave(slot, rng, same_id=not new, same_port=not new and not kind.name.startswith("move"))
                 slot.engine.kill()
+            case "writer-p" | "writer-d":
+                self._leave(slot, rng)
+                slot.engine.call(scripted.end_writer)
+                self._outlast(DEAD_THREAD_S, partial(self._must_have_ended, slot, slot.incarnation, DEAD_THREAD_S))
             case "shutdown-p" | "shutdown-d":
-                self._leave(slot, rng.random() < 0.5, rng)
+                same = rng.random() < 0.5
+                self._leave(slot, rng, same_id=same, same_port=same)
                 slot.engine.shut_down()
-                self._outlast(SHUTDOWN_S, partial(self._must_have_ended, slot, slot.incarnation))
+                self._outlast(SHUTDOWN_S, partial(self._must_have_ended, slot, slot.incarnation, SHUTDOWN_S))
             case "stop-p" | "stop-d":
                 slot.engine.pause()
                 limit = PEER_TIMEOUT_S if kind.name == "stop-p" else WRITE_TIMEOUT_S
@@ -118,9 +135,9 @@ class EngineFaults:
                 if fault == "hold":
                     self._lift_after(slot, rng.choice((0.2, 1.0, PEER_TIMEOUT_S + 1.0)))
 
-    def _leave(self, slot: EngineSlot, same_id: bool, rng: random.Random) -> None:
+    def _leave(self, slot: EngineSlot, rng: random.Random, *, same_id: bool = True, same_port: bool = True) -> None:
         slot.leaving = True
-        self._restarts[slot.name] = (same_id, rng.choice(RESTART_S))
+        self._restarts[slot.name] = Restart(same_id, same_port, rng.choice(RESTART_S))
 
     def _lift_after(self, slot: EngineSlot, seconds: float) -> None:
         incarnation = slot.incarnation
@@ -135,9 +152,9 @@ class EngineFaults:
         if slot.incarnation == incarnation and slot.engine.paused:
             slot.engine.resume()
 
-    def _must_have_ended(self, slot: EngineSlot, incarnation: int) -> None:
+    def _must_have_ended(self, slot: EngineSlot, incarnation: int, within_s: float) -> None:
         if slot.incarnation == incarnation and slot.leaving and not slot.engine.ended:
-            self._stuck(slot, f"did not shut down within {SHUTDOWN_S:.0f} s")
+            self._stuck(slot, f"did not end within {within_s:.0f} s")
 
     def _outlast(self, seconds: float, action: Callable[[], None]) -> None:
         """Call ``action`` later, even after the end of the round's load."""

@@ -78,15 +78,15 @@ class EngineSlots:
                 happened.append((slot, event))
         return happened
 
-    def replace(self, name: str, *, same_id: bool) -> None:
-        """Put a fresh engine in the place of an ended one: under the same id and port, or under new ones."""
+    def replace(self, name: str, *, same_id: bool, same_port: bool) -> None:
+        """Start a fresh engine for an ended one, under the same id or a new one, at the same port or a new one."""
         slot = self.slots[name]
         old = slot.engine
         old.put_away()
         slot.memories.append(old.memory)
         slot.incarnation += 1
         engine_id = old.engine_id if same_id else f"{name}-{slot.incarnation}"
-        slot.engine = self._start(name, engine_id, old.port if same_id else self._take_port(), slot.incarnation)
+        slot.engine = self._start(name, engine_id, old.port if same_port else self._take_port(), slot.incarnation)
         slot.leaving, slot.usual_threads = False, None
 
     def memories(self, name: str) -> list[Memory]:

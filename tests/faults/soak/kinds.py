@@ -13,12 +13,15 @@ Side = Literal["P", "D"]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of fault. ``side``: the side of the struck engines. None: either side, or a request."""
+    """One kind of fault. ``side``: the side of the struck engines. None: either side, or a request. ``inside``: it
+    needs a worker in the engine's own process.
+    """
 
     name: str
     place: Place
     meaning: str
     side: Side | None = None
+    inside: bool = False
 
 
 KINDS = (
@@ -36,6 +39,10 @@ KINDS = (
     Kind("kill-p-new", "engine", "SIGKILL for P, which comes back under a new engine id", "P"),
     Kind("kill-d", "engine", "SIGKILL for D, which comes back under the same engine id", "D"),
     Kind("kill-d-new", "engine", "SIGKILL for D, which comes back under a new engine id", "D"),
+    Kind("move-p", "engine", "SIGKILL for P, which comes back under the same engine id at another port", "P"),
+    Kind("move-d", "engine", "SIGKILL for D, which comes back under the same engine id at another port", "D"),
+    Kind("writer-p", "engine", "P's writer thread ends by an error, and P with it", "P", inside=True),
+    Kind("writer-d", "engine", "D's writer thread ends by an error, and D with it", "D", inside=True),
     Kind("shutdown-p", "engine", "P is shut down in good order with pushes in flight, and started again", "P"),
     Kind("shutdown-d", "engine", "D is shut down in good order while it waits for pushes, and started again", "D"),
     Kind("stop-p", "engine", "SIGSTOP for P for longer than peer_timeout_s, then SIGCONT", "P"),

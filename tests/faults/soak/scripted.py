@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,13 @@ def install(host: HostedEngine) -> None:
     if (worker := probes.nixl_worker()) is not None:  # workers of tensor parallel ranks are in other processes
         wirefaults.watch(host)
         _handshakes.append(Handshakes(worker))
+
+
+def end_writer(_: HostedEngine) -> None:
+    """The worker's writer thread ends by an error that nothing catches."""
+    worker = probes.nixl_worker()
+    assert worker is not None
+    worker.task(sys.exit, "a scripted error")
 
 
 def arm_posts(host: HostedEngine, kind: str, fault: wirefaults.PostFault, first: int, count: int) -> None:

@@ -103,7 +103,7 @@ class LineUp:
 
     def kinds(self, asked: Iterable[Kind]) -> tuple[Kind, ...]:
         """The kinds of ``asked`` that strike in this line-up."""
-        return tuple(kind for kind in asked if kind.place in self.places)
+        return tuple(kind for kind in asked if kind.place in self.places and (self.reads_kv or not kind.inside))
 
 
 PLAIN = LineUp("plain", "one P writes each layer by itself, the other merges them just in time")
