@@ -74,6 +74,8 @@ class Load:
         self._completions: list[bytes] = []
         self._prefixes: dict[str, PrefixLanded] = {}
         """The longest one with checksums of each agent, to compare if the load fails."""
+        self._cancels = False
+        """Whether the agents have been asked to stop."""
         self.unreported: Action | None = None
         """The report of the load's end, until it is queued."""
         self._know_prefixes: set[str] = set()
@@ -236,7 +238,10 @@ class Load:
                 address = mine.decode_engine_id, mine.decode_host, mine.decode_port, mine.decode_tp_size
                 cancel = Cancel(mine.request_id, *address)
                 for agent in agents:  # any may be a stock one, or our registration or its answer was lost
+                    if self._cancels and self._worker.world_size > 1:  # P may know the load from another rank only
+                        self._peers.register_again(self.address.engine_id, agent, self._payload, now)
                     self._peers.send(self.address.engine_id, agent, cancel, now, may_be_stock=True)
+                self._cancels = True
             case load_protocol.SendUnregister(agents):
                 mine = self.registration
                 unregister = Unregister(

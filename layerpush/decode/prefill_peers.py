@@ -90,6 +90,11 @@ class PrefillPeers:
                 self._watch.send_failed(agent, now)
         return reached
 
+    def register_again(self, engine_id: str, agent: str, payload: bytes, now: float) -> None:
+        """Repeat a registration, unless a stock engine may run the agent: it would push twice."""
+        if agent in self.connections.peers[engine_id].speaks_layerpush:
+            self._send(engine_id, agent, payload, now)
+
     def await_agents(self, engine_id: str, agents: Collection[str], now: float) -> None:
         """Another load awaits these agents."""
         peer = self.connections.peers[engine_id]

@@ -808,6 +808,18 @@ def test_a_rank_that_still_connects_asks_p_before_its_blocks_are_free(end: str) 
     assert world.is_over()
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rank_whose_cancel_has_no_answer_registers_again(world_size: int) -> None:
+    """P may know the load from another rank of D only. Then it takes the cancel for a stranger's."""
+    world = World(world_size=world_size)
+    world.awaiting("p-0")
+    world.loads.abort("r", "aborted", world.now)
+    world.sent()
+    world.tick(RETRY_S)
+    again = [Registration] if world_size > 1 else []
+    assert [type(message) for _, message in world.sent()] == [*again, Cancel]
+
+
 def test_an_abort_or_timeout_of_an_unknown_or_finished_load_is_ignored() -> None:
     world = World()
     world.loads.abort("r", "aborted", world.now)

@@ -129,8 +129,8 @@ def patience_frees_the_blocks(patch: Patch) -> None:
 def a_cancel_is_sent_once_only(patch: Patch) -> None:
     init = LoadSession.__init__
 
-    def mutated(self: LoadSession, request_id: str, cancel_timeout_s: float) -> None:
-        init(self, request_id, cancel_timeout_s)
+    def mutated(self: LoadSession, *args: Any) -> None:
+        init(self, *args)
         self._retry_s = 1e9
 
     patch.setattr(LoadSession, "__init__", mutated)

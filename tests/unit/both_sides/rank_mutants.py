@@ -9,6 +9,7 @@ from layerpush.core.load_news import LoadCleared, LoadNews, LoadParked, LoadUnre
 from layerpush.decode import load_protocol
 from layerpush.decode.load_protocol import State
 from layerpush.decode.load_session import LoadSession
+from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.engine.scheduler.block_holds import BlockHolds
 from tests.unit.both_sides.decode import DecodeEngine
 from tests.unit.both_sides.mutants import Mutant, Patch, adding_to
@@ -60,6 +61,12 @@ def every_rank_unregisters_as_rank_0(patch: Patch) -> None:
 def a_rank_that_still_connects_gives_its_blocks_back(patch: Patch) -> None:
     """Another rank has registered, and P writes to both."""
     patch.setattr(LoadSession, "_may_be_written", property(lambda self: bool(self.open_agents)))
+
+
+@mutant(seed=0, decode_ranks=2)
+def a_rank_does_not_register_again_before_it_cancels(patch: Patch) -> None:
+    """P knows the load from the other rank, and takes the cancel for a stranger's."""
+    patch.setattr(PrefillPeers, "register_again", lambda *_: None)
 
 
 @mutant(seed=125, decode_ranks=2)
