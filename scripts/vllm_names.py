@@ -27,8 +27,11 @@ NEWER = ROOT / "build/vllm-0.33/vllm"
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 _MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
+_SERVING = "vllm.entrypoints.generate.base.serving:GenerateBaseServing"
 OWNERS: Mapping[str, str] = {
     "_call_utility_async": "vllm.v1.engine.core_client:DPLBAsyncMPClient",
+    "_get_data_parallel_rank": _SERVING,
+    "_with_kv_transfer_rejection_cleanup": _SERVING,
 }
 """Classes of private names whose object has no class in its annotation."""
 
