@@ -142,7 +142,7 @@ class Claim(Machine[State, Event, Action]):
         return S.UNWANTED if isinstance(event, protocol.TimedOut) else S.ANSWERED
 
     def _on_rejected(self, event: protocol.Rejected, _: list[Action]) -> State:
-        """Copies get the answer, too: what the sender did with its blocks after it cannot be known."""
+        """Copies get the answer as well: what the sender did with its blocks after it cannot be known."""
         if not event.registration.layerpush:
             return S.IDLE
         self._keep_registration(protocol.Registered(event.sender, event.registration, reachable=False, busy=False))

@@ -33,7 +33,7 @@ class LockedAgent:
     @contextlib.contextmanager
     def postponed(self, *names: str) -> Iterator[list[Callable[[], Any]]]:
         """While it is open, calls of the methods ``names`` are kept in the list, and not made. They must have no result
-        that a caller needs. Calls of other threads count, too.
+        that a caller needs. Calls of other threads count as well.
         """
         kept: list[Callable[[], Any]] = []
         methods = {name: getattr(self, name) for name in names}

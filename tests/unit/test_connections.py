@@ -307,7 +307,7 @@ def test_an_address_at_which_the_connected_process_was_found_counts_too() -> Non
 
 
 def test_a_replacement_may_have_fewer_ranks() -> None:
-    """It has no rank of the agent's number, so rank 0 is asked, too."""
+    """It has no rank of the agent's number, so rank 0 is asked as well."""
     fakes, outcomes = FakePeers(), Outcomes()
     fakes.network.connect(D, "d-0", "d-1")
     fakes.network.agents_of = lambda engine_id: {"d-1": (0, 1)} if engine_id in fakes.network.connected else {}

@@ -38,7 +38,7 @@ class LegFailedError(Exception):
     """An engine did not answer as it should have, and the request is not at fault.
 
     Its text is for the log. ``public`` is for clients: neither an engine's address nor its own text. ``status`` is for
-    the client, too. ``suspects`` are the engines that may be the reason. ``kind`` is the text without its detail.
+    the client as well. ``suspects`` are the engines that may be the reason. ``kind`` is the text without its detail.
     """
 
     def __init__(
