@@ -147,9 +147,8 @@ class Load:
 
     def _is_right(self, sender: str, message: Completed, now: float) -> bool:
         """Compare what an agent has written with its checksums. A difference ends its part of the load."""
-        is_reported = self.session.state in (State.LOADED, State.PARKED)  # the engine may have used the blocks since
-        if is_reported or sender not in self.session.open_agents:
-            return True
+        if self.session.state is State.PARKED or sender not in self.session.open_agents:
+            return True  # the engine has what is kept of a parked load, and may have used those blocks again
         wrong = self._difference(sender, message.tokens, message.sums)
         if wrong is None:
             return True

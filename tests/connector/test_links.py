@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from layerpush.core.replica import Replica
+from layerpush.transport.base import Route
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,36 @@ def test_rows_with_gaps_are_cut_where_their_size_is_equal() -> None:
     assert places(320, a=(0, 128)) == [(0, 128), (128, 128)]
     with pytest.raises(MismatchError, match="and ours have gaps"):
         places(320)
+    layout = match_layers(layers[:1], [Region(0, 160, 8)])
+    with pytest.raises(MismatchError, match="cannot be cut as ours"):
+        places(161, a=(0, 64))
+
+
+def test_engines_of_two_block_sizes_have_lists_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of our memory, too: their pieces differ."""
+    from layerpush.compat import pieces
+    from layerpush.compat.pieces import Strided, StridedEngine
+
+    def cut_for(*_: Any) -> Any:
+        info = _[2]
+        return [[Strided(0, info.kernel_tokens, 0, 64, 8)]], [[Strided(0, info.kernel_tokens, 0, 64, 8)]], None
+
+    monkeypatch.setattr(pieces, "size_difference", lambda *_: "its block size differs")
+    monkeypatch.setattr(pieces, "_parts", lambda *_: [Strided(0, 64, 0, 64, 8)])
+    monkeypatch.setattr(pieces, "_pieces", cut_for)
+    worker: Any = SimpleNamespace(
+        src_xfer_handles_by_tp_ratio={},
+        nixl_wrapper=SimpleNamespace(prep_xfer_dlist=lambda _owner, rows, _memory: rows.tolist()),
+        transfer_topo=SimpleNamespace(tp_ratio=lambda _: 1),
+        region_mem_types=["DRAM"],
+        dst_region_mem_types={"D": ["DRAM"]},
+    )
+    route: Any = Route("D0", 0, None, None)
+    found = [
+        pieces.cut(worker, "D", StridedEngine(1, 0, 16, 1, kernel_tokens=tokens), SimpleNamespace(), [route])
+        for tokens in (32, 64, 32)
+    ]
+    assert [cut.routes[0].local_descriptors[0][1] for cut in found] == [32, 64, 32]
 
 
 def prefill_rank(rank: int, ranks: int, heads: int, decode_ranks: int, *kinds: str, pages: int = 1) -> Any:

@@ -28,7 +28,7 @@ from layerpush.core.wire import (
     Unregister,
     Unregistered,
 )
-from layerpush.prefill import claim_table, decode_peers
+from layerpush.prefill import claim_protocol, claim_session, claim_table, decode_peers
 from layerpush.prefill.claim_table import WAITING, WAITING_S
 from layerpush.prefill.claims import (
     NOT_KEPT,
@@ -1141,6 +1141,14 @@ def test_registrations_of_further_ranks_evict_no_others(crowded: World) -> None:
 
 
 # One id for two requests.
+
+
+def test_a_claim_names_as_many_senders_as_an_engine_may_have_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim_session, "MAX_TP_SIZE", 2)
+    claim = claim_session.Claim(FIRST.key)
+    for rank in range(4):
+        claim.handle(claim_protocol.Registered(f"d-{rank}", FIRST, reachable=True, busy=False), 0.0)
+    assert claim.senders == {"d-0", "d-1"}
 
 
 def test_a_different_registration_replaces_a_waiting_one() -> None:

@@ -324,6 +324,7 @@ def test_a_load_is_not_complete_before_as_many_agents_as_one_of_them_names(event
         ([AgentGone("A", "gone"), PrefixWritten("B", 4)], 0),
         ([PrefixWritten("A", 8), AgentCompleted("B", 2), AgentFailed("A", "wrong", drained=True, void=True)], 0),
         ([PrefixWritten("A", 8), AgentFailed("B", "wrong", drained=True, void=True)], 0),
+        ([PrefixWritten("A", 8), AgentCompleted("B", 2), AgentFailed("B", "late", drained=True, void=True)], 8),
     ],
 )
 def test_a_prefix_has_landed_when_every_agent_has_written_its_part(events: list[Event], landed: int) -> None:

@@ -224,6 +224,7 @@ class World(FakePeers):
         peers.decline = self.engine.decline
         outcomes = Outcomes(engine, RANK, self.engine.report, engine, self.recorder)
         self.loads = Loads(engine, PATIENCE_S, peers, outcomes, self.peer_errors)
+        self.compared = Compared()
 
     def awaits(self, request_id: str = "r", known: bool = True, sampling: str | None = None) -> None:
         self.engine.known |= {request_id} if known else set()
@@ -1329,8 +1330,11 @@ RIGHT = PartSums("a", 0, 1, 0, 16, 16, b"right")
 class Compared:
     """In the place of ``Checks``."""
 
+    count = 0
+
     def difference(self, registration: Registration, tokens: int, sums: Sequence[PartSums], _: object) -> str | None:
         assert tokens == 96
+        self.count += 1
         return "layer a" if WRONG in sums else None
 
 
@@ -1338,7 +1342,7 @@ def verified(*prefixes: PartSums, ranks: int = 2) -> World:
     """Each rank of P has told a load of 48 of 96 tokens, with its checksums."""
     world = World(ranks)
     loads: Any = world.loads
-    loads._checks = Compared()
+    loads._checks = world.compared = Compared()
     world.engine.known.add("r")
     world.loads.register(replace(registration(), number=7), P, EXTRA, world.now)
     world.settle()
@@ -1376,6 +1380,19 @@ def test_no_completion_counts_that_differs(doubt: str, sums: PartSums, caplog: p
     else:
         assert world.reports == (["failed"] if doubt == "abort" else ["loaded"])
     assert world.is_over()
+
+
+def test_what_is_parked_is_not_compared() -> None:
+    """The engine has used the kept blocks again."""
+    world = verified(RIGHT, RIGHT)
+    world.loads.time_out("r", "overdue", world.now)
+    world.tick(PATIENCE_S)
+    assert world.engine.kept == [("r", 48)]
+    compared = world.compared.count
+    for agent in world.agents:
+        world.receives(Completed("r", 2, 96, (WRONG,)), agent)
+    assert world.reports == ["parked", "failed", "cleared"]
+    assert world.compared.count == compared
 
 
 ENDS: dict[str, Callable[[World], None]] = {

@@ -78,6 +78,25 @@ def test_ready_layers_merge_while_the_wire_is_full() -> None:
     assert parts(world) == [[(slice(1, 3), 0, 1)]]
 
 
+def test_a_layer_of_an_old_epoch_is_not_ready_in_the_next_one() -> None:
+    world = world_of(State.STREAMING)
+    world.preempt(announced=True)
+    world.plan(4)
+    world.stale_hook(0)
+    assert posted(world) == []
+
+
+def test_d_hears_once_of_a_failure_while_writes_are_on_the_wire() -> None:
+    world = world_of(State.STREAMING, layers=3)
+    writes = []
+    for layer in range(3):
+        world.hook(layer)
+        writes += posted(world)
+    for write in writes:
+        world.lose(write.id)
+    assert [failure.drained for failure in world.failures] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("groups", "error"),
     [
@@ -159,6 +178,17 @@ def test_the_first_token_is_sent_only_to_a_d_with_equal_sampling(first: bool) ->
     assert finished("greedy", Sampled(7, "warmer"), first=first) == [push_protocol.SendFirstToken(asked, None)]
     assert finished("greedy", None, first=first) == [push_protocol.SendFirstToken(asked, None)]
     assert finished(None, Sampled(7, "greedy"), first=first) == []
+
+
+def test_a_push_that_has_failed_sends_no_first_token() -> None:
+    """D has cancelled, and does not wait for it."""
+    world = world_of(State.STREAMING)
+    world.hook(0)
+    posted(world)
+    world.cancel()
+    before = world.tokens
+    world.send(push_protocol.Finished(Sampled(7, "greedy")))
+    assert world.tokens == before
 
 
 def test_the_session_names_the_parameters_that_differ() -> None:

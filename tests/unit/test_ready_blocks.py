@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from layerpush.core.pieces import Pieces
 from layerpush.core.replica import Replica
 from layerpush.core.step_plan import ChunkPlan, GroupSlice, whole_prompt
+from layerpush.core.wire import NULL_BLOCK
 from layerpush.prefill.ready_blocks import ReadyBlocks
+from tests.unit.builders import chunks_of
 
 LAYERS = 96
 BLOCKS = tuple(range(5, 9))
@@ -37,6 +39,41 @@ def test_taken_layers_do_not_come_again() -> None:
     assert made.pending() == ()
     made.ready(0, 4)
     assert [(part.layers.start, part.source) for part in made.pending()] == [(4, BLOCKS)]
+
+
+def test_a_layer_that_is_ready_twice_counts_once() -> None:
+    made = four_blocks()
+    for _ in range(LAYERS):
+        made.ready(0, 3)
+    assert not made.is_complete
+
+
+def test_null_blocks_are_not_handed_out() -> None:
+    """Neither engine keeps the blocks before a window."""
+    made = ReadyBlocks([0], [64], by_layer=True)
+    made.plan(ChunkPlan("r", 0, 0, 0, 64, 64, (GroupSlice(0, (NULL_BLOCK, 6, 7, 8), 4),)))
+    made.align([(1, 2, NULL_BLOCK, 4)])
+    made.ready(0, 0)
+    (part,) = made.pending()
+    assert (part.source, part.target) == ((6, 8), (2, 4))
+
+
+def test_a_layer_behind_the_others_leaves_what_is_kept() -> None:
+    """It is ready in fewer blocks than the decode engine keeps, when the blocks of another layer are taken."""
+    chunks = chunks_of(64, [32, 16], [BLOCKS], [16])
+    made = ReadyBlocks([0, 0], [64, 64], by_layer=True)
+    made.plan(chunks[0])
+    made.align([BLOCKS])
+    made.keep(0)
+    made.rewind()
+    for chunk in chunks_of(64, [16, 48], [BLOCKS], [16]):
+        made.plan(chunk)
+    made.ready(0, 0)
+    made.ready(0, 1)
+    made.ready(1, 0)
+    made.take_pending()
+    made.ready(1, 1)
+    assert [(part.layers.start, part.first, part.end) for part in made.pending()] == [(1, 2, 4)]
 
 
 def test_chunk_bytes_sum_over_the_layers_of_each_group() -> None:

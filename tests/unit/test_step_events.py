@@ -173,6 +173,20 @@ def test_void_steps_of_a_request_that_has_finished_are_kept_until_it_is_taken() 
     assert not source.is_void("p-1", done.step)
 
 
+def test_the_revocations_come_before_the_void_requests_of_a_step() -> None:
+    """The writer would take up a chunk whose blocks are gone."""
+    source = StepEvents(NAMES, Wakes(), None)
+    source.arm(PLAN)
+    source.revoke(aborted=["p-1"])
+    (started,) = taken(source)
+    assert isinstance(started, StepStarted)
+    assert source.void_in(started) is None
+    assert [one.request_id for one in source.take_revoked()] == ["p-1"]
+    assert source.void_in(started) == {"p-1"}
+    assert not source._first_step
+    assert not source._last_step
+
+
 def test_a_revocation_names_the_first_step_since_the_previous_revocation() -> None:
     source = StepEvents(NAMES, Wakes(), None)
     for _ in range(2):

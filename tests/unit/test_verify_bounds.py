@@ -99,6 +99,19 @@ def test_p_reads_so_much_at_most_and_once_for_ranks_with_the_same_heads(monkeypa
     assert sum(len(row.values) // 4 for row in rows[0]) == 5
 
 
+def test_a_prefix_has_the_checksums_of_its_own_tokens() -> None:
+    parts = kv()
+    sample = Sample(parts, ["a"], 1, LINK, random.Random(0))
+    sample._take("a", parts.layers["a"], PLACES)
+    (row,) = sample.sums(0, 2 * TOKENS + 1)
+    assert (row.start, row.end, len(row.values)) == (0, 2 * TOKENS, 2 * 4)
+
+
+def test_no_push_is_chosen_for_a_d_that_compares_nothing() -> None:
+    other = Registration(**{**WANTED_FIELDS, "verifies": None})
+    assert Sampler(kv(), ["a"], 1.0).sample(other, LINK) is None
+
+
 def test_a_new_epoch_drops_the_checksums_of_what_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """P may compute other bytes than before, and may take fewer checksums of them. D keeps the first block."""
     monkeypatch.setattr(samples, "MAX_CHECKSUMS", BLOCKS + 1)

@@ -87,6 +87,28 @@ def test_a_preempted_push_does_not_write_again_what_d_has_heard_of() -> None:
     world.assert_delivered(prompt, wanted)
 
 
+def test_d_does_not_hear_of_less_than_before() -> None:
+    """P would write again what D has heard of."""
+    world, prompt, _ = registered()
+    world.step((prompt, 2 * BLOCK_SIZE))
+    assert heard(world) == [landed(2 * BLOCK_SIZE)]
+    world.preempt(prompt, list(range(9, 15)))
+    world.step((prompt, BLOCK_SIZE))
+    world.step((prompt, 2 * BLOCK_SIZE))
+    assert heard(world) == [landed(3 * BLOCK_SIZE)]
+
+
+def test_d_hears_nothing_of_steps_that_may_be_taken_back() -> None:
+    """Nor of later ones: another connector may report a lost block late."""
+    world, prompt, _ = registered()
+    prompt.progress.provisional = True
+    world.step((prompt, BLOCK_SIZE))
+    assert heard(world) == []
+    prompt.progress.provisional = False
+    world.step((prompt, BLOCK_SIZE))
+    assert heard(world) == []
+
+
 @pytest.mark.parametrize("how", ["aborted", "preempted"])
 def test_d_hears_nothing_of_blocks_that_were_taken_away_meanwhile(how: str) -> None:
     """The message is checked against the scheduler's newest orders, not against the last turn's."""
