@@ -149,8 +149,8 @@ class FirstTokens:
     def request_finished(self, request_id: str, answer: dict[str, Any] | None = None) -> None:
         """The engine has finished the request, in any state. ``answer``: the answer's ``kv_transfer_params``."""
         self._answer = answer
-        self._asked.pop(request_id, None)
-        self._started.pop(request_id, None)
+        for known in (self._asked, self._loaded, self._started):
+            known.pop(request_id, None)
 
     def start(self, scheduler: Scheduler) -> Iterator[tuple[int, EngineCoreOutput]]:
         """Start the requests whose loads are over, if they can start. Yields outputs, each with its client's index."""

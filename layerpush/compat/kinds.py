@@ -156,6 +156,11 @@ class CacheKinds:
         """
         return [kind.blocks_dropped_after(tokens) for kind in self.all]
 
+    @property
+    def growing(self) -> int:
+        """The number of groups in which a request needs further blocks as it grows."""
+        return sum(not (kind.is_state or kind.has_window) for kind in self.all)
+
     def blocks_to_load(self, tokens: int, cached: int) -> int:
         """The least number of blocks, of all groups, that a load of ``tokens`` takes if ``cached`` are there."""
         number = 0

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from layerpush.core.hosts import host_allowed
 from layerpush.core.liveness import Verdict
+from layerpush.telemetry.defects import logged
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import Transport, TransportError
 from layerpush.transport.peers import Address, Handshake, Peer, Peers, Rank
@@ -327,12 +328,15 @@ class Connections:
         address = caller.address
         if address in self._doubts:
             self._doubts[address].append(caller)
-        elif self.is_elsewhere(address) and len(self._doubts) < MAX_DOUBTS:
+        elif not self.is_elsewhere(address):
+            caller.then(_disagreement(self.address(address.engine_id), address), now)
+        elif len(self._doubts) < MAX_DOUBTS:
             self._doubts[address] = [caller]
             agents = self.agents(address.engine_id)
             self._ask(address, min(agents, key=agents.__getitem__), None)
         else:
-            caller.then(_disagreement(self.address(address.engine_id), address), now)
+            text = f"{MAX_DOUBTS} other addresses of connected engines are asked who lives there"
+            caller.then(f"engine {address.engine_id!r} is connected at another address, and {text}", now)
 
     def _ask(self, address: Address, agent: str, rank: Rank | None) -> None:
         """Ask who lives at an address. ``rank``: None for the agent's own."""
@@ -351,25 +355,34 @@ class Connections:
         elif verdict is Verdict.ENDED and rank != FIRST:  # another process may have fewer ranks
             self._ask(address, agent, FIRST)
         else:
-            for caller in self._doubts.pop(address):
-                caller.then(_disagreement(found, caller.address), now)
+            self._answer(address, lambda caller: caller.then(_disagreement(found, caller.address), now))
 
     def _on_incumbent(self, address: Address, agent: str, left: int, verdict: Verdict, now: float) -> None:
         agents, found = self.agents(address.engine_id), self.address(address.engine_id)
         if agent not in agents or found is None:
             self._resume(address, now)
         elif verdict.lives:
-            for caller in self._doubts.pop(address):
-                caller.then(two_engines(found, address), now)
+            self._answer(address, lambda caller: caller.then(two_engines(found, address), now))
         elif verdict is Verdict.UNKNOWN and left > 1:  # it may be busy
             self._probe(agent, agents[agent], found, partial(self._on_incumbent, address, agent, left - 1))
         else:
-            self._retire(found, address, now)
-            self._resume(address, now)
+            try:
+                self._retire(found, address, now)
+            except Exception as error:  # the callers wait for nothing else: they get it
+                logger.exception("layerpush: engine %s could not be dropped", address.engine_id)
+                reason = f"engine {address.engine_id!r} could not be dropped: {type(error).__name__}: {error}"
+                self._answer(address, lambda caller: caller.then(reason, now))
+            else:
+                self._resume(address, now)
 
     def _resume(self, address: Address, now: float) -> None:
+        self._answer(address, lambda caller: self.reach(caller.address, caller.then, now, caller.tries))
+
+    def _answer(self, address: Address, answer: Callable[[Caller], None]) -> None:
+        """Answer all that wait for a decision; a defect in one answer must not cost the others."""
         for caller in self._doubts.pop(address):
-            self.reach(caller.address, caller.then, now, caller.tries)
+            with logged("the decision over an address", address.engine_id):
+                answer(caller)
 
     def _retire(self, found: Address, address: Address, now: float) -> None:
         """The connected process of this name does not answer, and another one lives at ``address``. It gets no new push

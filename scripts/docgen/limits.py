@@ -289,7 +289,7 @@ TABLES = (
         connections.MAX_DOUBTS,
         None,
         None,
-        "the connection counts",
+        "a further one is refused",
     ),
     (
         "both",

@@ -335,13 +335,23 @@ def test_a_verdict_about_a_connection_that_has_gone_decides_nothing(at: str, ver
 
 
 def test_few_addresses_are_asked_at_a_time() -> None:
-    """A client names them, and one thread asks. The connection counts for the others."""
+    """A client names them, and one thread asks. The others are refused: who lives there is not known."""
     fakes, outcomes = FakePeers(), Outcomes()
     fakes.network.connect(D, "d-0")
     for port in range(1, connections.MAX_DOUBTS + 3):
         fakes.connections.reach(replace(ELSEWHERE, port=port), outcomes, fakes.now)
     assert len(fakes.probe.asked) == connections.MAX_DOUBTS
-    assert outcomes == [None, None]
+    reason = "engine 'D' is connected at another address, and 8 other addresses of connected engines are asked"
+    assert [str(each).startswith(reason) for each in outcomes] == [True, True]
+
+
+def test_a_defect_in_the_end_of_a_connection_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Outcomes(), Outcomes()
+    fakes = doubted(first, second)
+    monkeypatch.setattr(fakes.network, "retire", lambda _: 1 / 0)
+    while fakes.probe.asked:
+        fakes.asked(Verdict.UNKNOWN)
+    assert first == second == ["engine 'D' could not be dropped: ZeroDivisionError: division by zero"]
 
 
 def test_a_heartbeat_handshake_at_the_same_address_counts_as_a_try() -> None:

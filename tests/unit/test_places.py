@@ -14,8 +14,8 @@ def places() -> Places:
 
 def test_a_prompt_leaves_room_for_running_requests(places: Places) -> None:
     places.step_ended(growth=5, failed=False)
-    assert places.takes(40, free=50, awaited=0, now=0.0)
-    assert not places.takes(41, free=50, awaited=0, now=0.0)
+    assert places.takes(42, free=50, awaited=0, now=0.0)
+    assert not places.takes(43, free=50, awaited=0, now=0.0)
     assert places.step_ended(growth=5, failed=False), "a prompt does not fit"
 
 
@@ -49,14 +49,24 @@ def test_a_prompt_that_vllm_cannot_place_holds_up_others_in_every_second_step(pl
 def test_a_prompt_waits_only_so_long_for_requests_that_come_later(places: Places) -> None:
     def takes(now: float, awaited: int = 0) -> bool:
         taken = places.takes(60, free=30, awaited=awaited, now=now)
-        places.step_ended(growth=1, failed=False)
+        places.step_ended(growth=1, failed=taken)  # vLLM has no blocks for it
         return taken
 
     assert not takes(0.0)
+    assert not takes(LONGEST_S - 0.1)
     assert not takes(LONGEST_S, awaited=1), "P works for another one"
-    assert not takes(LONGEST_S)
-    assert not takes(2 * LONGEST_S - 0.1)
-    assert takes(2 * LONGEST_S), "it stands in front now"
+    assert takes(LONGEST_S), "it stands in front now"
+    assert takes(LONGEST_S + 1), "until it has its blocks"
+    places.placed()
+    places.step_ended(growth=1, failed=False)
+    assert not takes(LONGEST_S + 2)
+
+
+def test_a_prompt_exceeds_the_share_in_the_end(places: Places) -> None:
+    """P may be full of it, and have no room for the one that is awaited."""
+    for now, taken in ((0.0, False), (LONGEST_S - 0.1, False), (LONGEST_S, True)):
+        assert places.takes(30, free=60, awaited=40, now=now) == taken
+        places.step_ended(growth=0, failed=False)
 
 
 def test_blocks_come_back_before_running_requests_need_them(places: Places) -> None:

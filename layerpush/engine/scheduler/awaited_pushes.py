@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from layerpush.compat.metadata import ABORTED
@@ -45,12 +45,16 @@ class AwaitedPushes:
         if request_id in self._deadlines or request_id in self._ending:
             self._cancel(request_id, ABORTED)
 
-    def newest(self, blocks: int) -> list[str]:
-        """The newest requests that hold ``blocks`` blocks together, or all. Cancelled ones give theirs back anyway."""
+    def newest(self, blocks: int, among: Container[str]) -> list[str]:
+        """The newest of these requests that hold ``blocks`` blocks together, or all. Cancelled ones give theirs back
+        anyway.
+        """
         chosen = []
         for request_id in reversed(self._deadlines):
             if blocks <= 0:
                 break
+            if request_id not in among:
+                continue
             blocks -= self.block_holds.number_of(request_id)
             chosen.append(request_id)
         return chosen

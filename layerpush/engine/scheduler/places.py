@@ -7,16 +7,17 @@ Blocks that wait for P serve nobody. So a prompt gets them only if all of these 
 - no prompt before it waits: they keep their order.
 
 A prompt that gets none does not stand in front of the requests behind it. If no prompt has got blocks for
-``LONGEST_S`` seconds although none is awaited, the first one does stand in front, as any request of vLLM: so requests
-that never end to come cannot keep it out. Later the running requests may need blocks that an awaited prompt holds:
-``missing`` says how many. Pure.
+``LONGEST_S`` seconds, the first one may exceed the share: P may have no room for an awaited prompt before it has sent
+this one. If none is awaited either, it stands in front, as any request of vLLM: so requests that never end to come
+cannot keep it out. Later the running requests may need blocks that an awaited prompt holds: ``missing`` says how many.
+Pure.
 """
 
 from __future__ import annotations
 
 import math
 
-HEADROOM = 2
+HEADROOM = 1.5
 LONGEST_S = 10.0
 ASK_EVERY_S = 0.1
 """A load that is asked to give its blocks back needs about this time to do so."""
@@ -37,7 +38,7 @@ class Places:
         self._failed = False
         """In the last step vLLM had no blocks for a prompt. In this one no prompt holds up the requests behind it."""
         self._since: float | None = None
-        """When prompts began to be refused with none awaited."""
+        """When prompts began to be refused, and none got blocks since."""
         self._asked_at = -math.inf
         self.waiting = 0
         """Prompts that got no blocks in the last step."""
@@ -50,16 +51,17 @@ class Places:
 
     def takes(self, need: int, free: int, awaited: int, now: float) -> bool:
         """Whether a prompt may take ``need`` of the ``free`` blocks. Awaited prompts hold ``awaited`` ones."""
-        fits = need + HEADROOM * self._growth <= free and not self._failed
-        if awaited:
-            self._since = None
-        elif not fits:
-            self._since = now if self._since is None else self._since
-            fits = now - self._since >= LONGEST_S
-        if fits and (not awaited or awaited + need <= self._most):
+        overdue = self._since is not None and now - self._since >= LONGEST_S
+        fits = (need + HEADROOM * self._growth <= free and not self._failed) or (overdue and not awaited)
+        if fits and (overdue or not awaited or awaited + need <= self._most):
             return True
+        self._since = now if self._since is None else self._since
         self._refused, self._full = 1, not fits
         return False
+
+    def placed(self) -> None:
+        """A prompt has got its blocks."""
+        self._since = None
 
     def step_ended(self, growth: int, *, failed: bool) -> bool:
         """A step is scheduled. Its requests may take ``growth`` blocks soon. ``failed``: vLLM had no blocks for a

@@ -288,6 +288,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self.postponed.request_placed(request.request_id)
         staged = self.take_staged_registration(request.request_id, blocks)
         if staged is not None:
+            self.places.placed()
             self._await(request, staged)
         elif lacks_registration(request):
             self._decline(request, self.prompt_digest(request))
@@ -362,7 +363,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         """
         self._threads.check()
         self._step_is_due = False
-        growth = len(scheduler_output.num_scheduled_tokens) * len(self._kinds.all)
+        growth = len(scheduler_output.num_scheduled_tokens) * self._kinds.growing
         failed = any(map(lacks_registration, self._unplaced.values()))
         short_of_blocks = self._is_short_of_blocks() | self.places.step_ended(growth, failed=failed)
         free, now = self._block_pool.get_num_free_blocks(), time.perf_counter()
@@ -375,7 +376,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         cancelled = self.awaited.take_cancelled(time.perf_counter())
         postponed = []
         if self._postpones:
-            spared = self.awaited.newest(self.places.missing(free, now))
+            spared = self.awaited.newest(self.places.missing(free, now), self._loading)
             postponed = self.postponed.to_unregister(short_of_blocks or bool(self.places.waiting), spared)
         self._news += [LoadCancelled(request_id, reason) for request_id, reason in cancelled.items()]
         self._news += map(LoadPostponed, postponed)
