@@ -196,3 +196,13 @@ def test_a_push_may_be_awaited_for_less(awaited: AwaitedPushes) -> None:
     assert awaited.take_cancelled(30.9) == {}
     assert awaited.take_cancelled(31.0) == {"short": "no push within 30 s"}
     assert awaited.take_cancelled(480.0) == {"long": "no push within 480 s (push_registration_timeout)"}
+
+
+def test_the_newest_requests_give_their_blocks_first() -> None:
+    """Of those that may: a prefill engine awaits the turns that it loads as well."""
+    awaited = AwaitedPushes(10.0, Pool())
+    for number, name in enumerate(["a", "turn", "b"]):
+        awaited.await_push(name, [4 * number + block for block in range(4)], now=0.0)
+    assert awaited.newest(0, {"a", "b"}) == []
+    assert awaited.newest(4, {"a", "b"}) == ["b"]
+    assert awaited.newest(5, {"a", "b"}) == ["b", "a"]
