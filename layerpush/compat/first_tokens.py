@@ -124,8 +124,8 @@ class FirstTokens:
         self._asked: dict[str, _Known] = {}
         self._loaded: dict[str, _Known] = {}
         self._started: dict[str, int] = {}
-        self._answer: dict[str, Any] | None = None
-        """The ``kv_transfer_params`` of the last answer."""
+        self._ended: tuple[str, dict[str, Any] | None] | None = None
+        """While a first token ends an answer: its request, and the answer's ``kv_transfer_params``."""
 
     def ask(self, request: Request) -> dict[str, Any]:
         """The fields of a registration that asks for P's token. Empty: D computes this request's first token."""
@@ -148,7 +148,8 @@ class FirstTokens:
 
     def request_finished(self, request_id: str, answer: dict[str, Any] | None = None) -> None:
         """The engine has finished the request, in any state. ``answer``: the answer's ``kv_transfer_params``."""
-        self._answer = answer
+        if self._ended is not None and self._ended[0] == request_id:
+            self._ended = request_id, answer
         for known in (self._asked, self._loaded, self._started):
             known.pop(request_id, None)
 
@@ -208,15 +209,18 @@ class FirstTokens:
         prefill_stats = request.take_prefill_stats()
         if prefill_stats is not None:
             prefill_stats.finalize(scheduler.kv_cache_manager.estimate_cached_tokens(request))
+        answer = None
         if stops:
             request.stop_reason = None if token == request.sampling_params.eos_token_id else token
+            self._ended = request.request_id, None
             scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_STOPPED)  # returns no answer
+            (_, answer), self._ended = self._ended, None
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=[token],
             finish_reason=request.get_finished_reason(),
             stop_reason=request.stop_reason,
-            kv_transfer_params=self._answer if stops else None,
+            kv_transfer_params=answer,
             events=request.take_events(),
             prefill_stats=prefill_stats,
             trace_headers=request.trace_headers,
