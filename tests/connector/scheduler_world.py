@@ -356,7 +356,8 @@ class SchedulerWorld:
         request = self.requests[request_id]
         if params is not None and params["do_remote_decode"]:  # a kept turn
             tokens = params["remote_num_tokens"]
-            assert tokens <= self._computed[request_id], f"{request_id}: a turn's tokens have no KV"
+            computed = self._computed.get(request_id, request.num_prompt_tokens)  # P's token alone: no step ran
+            assert tokens <= computed, f"{request_id}: a turn's tokens have no KV"
             self.seen["kept"] += 1
             self._turns.append((params, list(request.all_token_ids)[:tokens]))
 
