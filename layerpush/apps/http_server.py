@@ -46,7 +46,7 @@ SETTINGS: Mapping[str, Any] = {
 web_protocol.MAX_MSG_QUEUE_SIZE = 1  # aiohttp reads 32 heads ahead of an answer, and has no setting for it
 
 
-class Connections:
+class ClientConnections:
     """Open connections of clients, at most ``limit``. One event loop.
 
     Beyond, and when the process may open no more files, some without a request are closed: of the host with the most
@@ -121,7 +121,7 @@ def _host(transport: asyncio.BaseTransport) -> str | None:
 
 async def serve(
     app: web.Application,
-    connections: Connections,
+    connections: ClientConnections,
     host: str,
     port: int,
     drain_s: float,
@@ -142,7 +142,7 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: web.Application, connections: Connections, host: str, port: int, drain_s: float, **settings: Any
+    app: web.Application, connections: ClientConnections, host: str, port: int, drain_s: float, **settings: Any
 ) -> AsyncIterator[None]:
     """Serve while the block runs. ``settings``: other values for some of ``SETTINGS``. Raises ``OSError``."""
     timeout_s = drain_s / 2  # aiohttp waits twice: before and after it gives up the rest of a body

@@ -11,7 +11,7 @@ import aiohttp
 from aiohttp import web
 
 from layerpush.apps import http_server
-from layerpush.apps.http_server import Connections
+from layerpush.apps.http_server import ClientConnections
 
 logger = logging.getLogger("layerpush.metrics")
 
@@ -34,7 +34,7 @@ class Metrics:
     """
 
     def __init__(self, engine: str) -> None:
-        self.connections = Connections(logger, MAX_CONNECTIONS)
+        self.connections = ClientConnections(logger, MAX_CONNECTIONS)
         self.app = web.Application()
         self.app.cleanup_ctx.append(self._running)
         self.app.router.add_get(PATH, self._answer, allow_head=False)

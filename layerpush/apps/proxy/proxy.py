@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from layerpush.apps.http_server import Connections
+from layerpush.apps.http_server import ClientConnections
 from layerpush.apps.proxy.attempt import Answer, Attempt
 from layerpush.apps.proxy.body import RequestBody
 from layerpush.apps.proxy.conversations import SESSION, Conversations, Session
@@ -47,7 +47,7 @@ class Proxy:
         self.retries = 0
         self.body_bytes = 0
         self.conversations = Conversations()
-        self.connections = Connections(logger, settings.max_concurrent_requests + SPARE_CONNECTIONS)
+        self.connections = ClientConnections(logger, settings.max_concurrent_requests + SPARE_CONNECTIONS)
 
     async def running(self, _: web.Application) -> AsyncIterator[None]:
         """Have an HTTP session, from the first step of this generator to its second one. Then end questions to P."""
