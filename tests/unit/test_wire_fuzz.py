@@ -33,6 +33,7 @@ from layerpush.core.wire import (
     PeerMessage,
     Ping,
     Pong,
+    PrefixLanded,
     Queued,
     Registration,
     Unregister,
@@ -124,6 +125,8 @@ SOUND: dict[str, Callable[[Any], bool]] = {
     "computed": lambda texts: type(texts) is tuple and len(texts) <= 16 and all(map(is_clean, texts)),
     "number": is_count,
     "tokens": is_count,
+    "prompt_tokens": is_count,
+    "void": lambda value: type(value) is bool,
     "sums": lambda rows: type(rows) is tuple and len(rows) <= 1024 and all(map(is_sums, rows)),
     "verifies": lambda text: text is None or is_clean(text),
     "drained": lambda value: type(value) is bool,
@@ -200,7 +203,8 @@ peer_messages = st.one_of(
     st.builds(Accepted, request_ids, st.booleans(), counts),
     st.builds(FirstToken, request_ids, st.none() | blocks, st.lists(names, max_size=3).map(tuple)),
     st.builds(Completed, request_ids, st.integers(1, 999_999), counts, st.lists(sums, max_size=3).map(tuple)),
-    st.builds(Fail, request_ids, counts, reasons, st.booleans()),
+    st.builds(PrefixLanded, request_ids, counts, counts, counts, st.lists(sums, max_size=3).map(tuple)),
+    st.builds(Fail, request_ids, counts, reasons, st.booleans(), st.booleans()),
     st.builds(Cancel, request_ids, names, names, ports, sizes),
     st.builds(Cancelled, request_ids),
     st.builds(Queued, request_ids, st.lists(names, max_size=5).map(tuple)),
@@ -376,7 +380,8 @@ def test_each_field_accepts_only_valid_values_and_errors_name_the_field(
 @pytest.mark.parametrize("message", WHOLE, ids=lambda message: type(message).__name__)
 def test_the_error_names_a_missing_field(message: Registration | PeerMessage) -> None:
     sound = msgspec.to_builtins(message, builtin_types=(bytes,))
-    required = type(message).__struct_fields__[: {Registration: 6, Accepted: 1, FirstToken: 2}.get(type(message))]
+    first = {Registration: 6, Accepted: 1, FirstToken: 2, PrefixLanded: 3, Fail: 4}
+    required = type(message).__struct_fields__[: first.get(type(message))]
     for field in required:
         rest = {name: value for name, value in sound.items() if name != field}
         with pytest.raises(WireError, match=field):
