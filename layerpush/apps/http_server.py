@@ -100,15 +100,19 @@ class ClientConnections:
                 self._seen[transport] = loop.time()
 
     def _make_room(self) -> bool:
-        """Close some connections. False if each one has a request."""
-        idle = {each: _host(each) for each in self._seen if each not in self._working and not each.is_closing()}
+        """Close some connections, last of all such as close already. False if each one has a request."""
+        idle = {each: _host(each) for each in self._seen if each not in self._working}
         crowd = Counter(idle.values())
-        closed = heapq.nsmallest(
-            max(1, self.limit // CLOSED_AT_ONCE), idle, key=lambda each: (-crowd[idle[each]], self._seen[each])
-        )
+
+        def order(each: asyncio.BaseTransport) -> tuple[bool, int, float]:
+            return each.is_closing(), -crowd[idle[each]], self._seen[each]
+
+        closed = heapq.nsmallest(max(1, self.limit // CLOSED_AT_ONCE), idle, key=order)
         for transport in closed:
             # Drop the part of an answer that the kernel still holds.
-            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(OSError):  # it is closed
+                socket_of = transport.get_extra_info("socket")
+                socket_of.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             assert isinstance(transport, asyncio.WriteTransport)
             transport.abort()
         return bool(closed)
