@@ -8,7 +8,7 @@ import pytest
 
 from layerpush.compat.engine_threads import EngineThreadError
 from layerpush.engine.scheduler.side_channel import Listener
-from tests.connector.engine import Engine
+from tests.connector.engine import Engine, holds_prompt
 from tests.connector.test_lifecycle import TOKENS, Build, asks_first, ends_well, run, step_until
 from tests.support.waiting import until
 
@@ -46,11 +46,12 @@ ENDS = {"nixl-push-writer": end_writer, "layerpush-probe": end_prober, "nixl_han
 @pytest.mark.parametrize("thread", ENDS)
 @pytest.mark.parametrize("side", ["P", "D"])
 def test_an_engine_ends_with_its_thread(engine: Build, thread: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d = engine("kv_producer", SHORT), engine("kv_consumer", SHORT)
+    p, d = engine("kv_producer", {**SHORT, "granularity": "layer"}), engine("kv_consumer", SHORT)
     free = d.free_blocks
-    asks_first(p, d)
+    blocks = asks_first(p, d)
     p.prefill("r-1", TOKENS)
     p.step()
+    until(lambda: holds_prompt(d, blocks, 64))  # P is connected: without that it could not tell D of its end
     victim = p if side == "P" else d
     ENDS[thread](victim, monkeypatch)
     with pytest.raises(EngineThreadError, match=f"thread {thread} has ended"):
