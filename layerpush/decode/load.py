@@ -239,7 +239,7 @@ class Load:
                 for agent in agents:  # any may be a stock one, or our registration or its answer was lost
                     if self._cancels and self._worker.world_size > 1:  # P may know the load from another rank only
                         self._peers.register_again(self.address.engine_id, agent, self._payload, now)
-                    self._peers.send(self.address.engine_id, agent, cancel, now, may_be_stock=True)
+                    self._peers.send(self.address.engine_id, agent, cancel, now)
                 self._cancels = True
             case load_protocol.SendUnregister(agents):
                 mine = self.registration

@@ -75,11 +75,10 @@ class PrefillPeers:
         if speaks_layerpush and engine_id is not None:
             self.connections.peers[engine_id].speaks_layerpush.add(agent)
 
-    def send(self, engine_id: str, agent: str, message: PeerMessage, now: float, *, may_be_stock: bool = False) -> None:
-        """Send a message. ``may_be_stock``: in a form that stock engines ignore, unless layerpush runs the agent."""
-        quietly = may_be_stock and agent not in self.connections.peers[engine_id].speaks_layerpush
-        payload = encode_quietly(message) if quietly else encode(message)
-        self._send(engine_id, agent, payload, now)
+    def send(self, engine_id: str, agent: str, message: PeerMessage, now: float) -> None:
+        """Send a message, in a form that stock engines ignore, unless layerpush is known to run the agent."""
+        speaks_layerpush = agent in self.connections.peers[engine_id].speaks_layerpush
+        self._send(engine_id, agent, encode(message) if speaks_layerpush else encode_quietly(message), now)
 
     def send_registration(self, engine_id: str, payload: bytes, now: float) -> frozenset[str]:
         """Send to every agent of a connected engine. Returns the agents that were reached."""

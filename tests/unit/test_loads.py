@@ -23,6 +23,7 @@ from layerpush.core.load_news import (
     LoadUnregistered,
 )
 from layerpush.core.wire import (
+    QUIET_PREFIX,
     Accepted,
     Cancel,
     Cancelled,
@@ -858,6 +859,20 @@ def test_a_possibly_stock_prefill_engine_gets_a_quiet_cancel() -> None:
     assert set(world.mail.sent) == {("p-0", encode(cancel_of()))}, "the engine speaks layerpush"
     world.receives(Completion("r", 1))
     assert world.reports == ["parked", "failed", "cleared"]
+
+
+def test_a_possibly_stock_prefill_engine_is_asked_quietly_for_the_blocks() -> None:
+    """A stock engine decodes each notification as text, and ends at one that is none."""
+    world = World()
+    world.awaiting()
+    world.loads.unregister("r", world.now)
+    world.tick(2 * RETRY_S)
+    assert world.mail.sent
+    for _, payload in world.mail.sent:
+        assert payload.startswith(QUIET_PREFIX), payload
+        payload.decode()
+    world.receives(Completion("r", 1))
+    assert world.reports == ["loaded"]
 
 
 @pytest.mark.parametrize(("wish", "level"), [("abort", logging.INFO), ("time_out", logging.WARNING)])
