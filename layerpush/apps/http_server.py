@@ -100,7 +100,7 @@ class ClientConnections:
                 self._seen[transport] = loop.time()
 
     def _make_room(self) -> bool:
-        """Close some connections, last of all such as close already. False if each one has a request."""
+        """Close some connections; those that are closing already come last. False if each one has a request."""
         idle = {each: _host(each) for each in self._seen if each not in self._working}
         crowd = Counter(idle.values())
 

@@ -76,7 +76,7 @@ def reporting_requests(plain: Callable[..., Awaitable[Any]]) -> Callable[..., Aw
         names = _answers(request_id, getattr(params, "n", 1))
         try:
             queue = await plain(engine, request_id, prompt, params, *args, **kwargs)
-        except Exception:
+        except Exception:  # the request has failed, and its caller gets the error; the other engine is told
             extra = getattr(params, "extra_args", None) or {}
             transfer = None if engine.errored else _transfer(extra.get("kv_transfer_params"), engine)
             if transfer is not None:

@@ -510,7 +510,7 @@ class Push:
             elif not transfer.is_cancelled:
                 services.meter.lost()
             services.writes.release(transfer)
-        except Exception as defect:  # the session must know of the end, or the push would drain for ever
+        except Exception as defect:  # the session must know of the end, or the push would never end
             logger.exception("push of %s: a WRITE that has ended could not be accounted for", self.request_id)
             self._note_loss(transfer.write, f"{type(defect).__name__}: {defect}", peer_lost=False)
         self.note_idle(time.perf_counter())
